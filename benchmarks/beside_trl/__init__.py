@@ -22,7 +22,7 @@ from typing import Any
 from benchmarks.beside_trl.cases import BATCH, CORES, NO_LEARNING, TOKENS, Case, cases
 from benchmarks.beside_trl.environment import LOCK, trl_python
 from benchmarks.beside_trl.models import endless_pair
-from benchmarks.beside_trl.run import ENVIRONMENT, run_case
+from benchmarks.beside_trl.run import ENVIRONMENT, TRL_ENVIRONMENT, run_case
 from benchmarks.beside_trl.summary import summary
 from benchmarks.case_rows import append_row, fingerprint_of, kept_rows, own_directory, say
 
@@ -60,6 +60,7 @@ def measure(options: Sequence[str] = ()) -> Tree:
         "batch": {"responses": BATCH, "tokens_of_each": TOKENS},
         "cores": CORES,
         "environment": ENVIRONMENT,
+        "environment_of_trl": TRL_ENVIRONMENT,
         "packages_of_trl": LOCK.read_text(encoding="utf-8").split("\n")[2:-1],
         **summary(done),
         "not_run": missing,
@@ -68,7 +69,8 @@ def measure(options: Sequence[str] = ()) -> Tree:
 
 
 def _fingerprint(case: Case) -> str:
-    asked = case.asked() | {"lock": LOCK.read_text(encoding="utf-8"), "environment": ENVIRONMENT}
+    environment = ENVIRONMENT | (TRL_ENVIRONMENT if case.system == "trl" else {})
+    asked = case.asked() | {"lock": LOCK.read_text(encoding="utf-8"), "environment": environment}
     return fingerprint_of(asked, "beside_trl")
 
 

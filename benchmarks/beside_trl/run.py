@@ -21,10 +21,10 @@ from benchmarks.beside_trl.processes import Watch, cpu_between
 from sglang_bridge.server.launch import last_lines
 
 Tree = dict[str, Any]
-ENVIRONMENT = {
-    "HF_HUB_OFFLINE": "1",
-    "TQDM_DISABLE": "1",
-    # glibc then gives freed tensors of 1 MiB and more back to the system
+ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+TRL_ENVIRONMENT = {
+    # glibc then gives freed tensors of 1 MiB and more back to the system; what this project starts
+    # sets it itself (sglang_bridge/freed.py)
     "MALLOC_MMAP_THRESHOLD_": str(2**20),
 }
 LIMIT_S = 1800.0
@@ -62,8 +62,11 @@ def run_case(case: Case, models: Mapping[str, Path], own: Path, trl: str) -> Tre
         threads, rest, parts = CORES, "trainer", {}
     log, started = own / "log", time.monotonic()
     environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": str(threads)}
+    for name in TRL_ENVIRONMENT:
+        environment.pop(name, None)
     if case.system == "trl":
         environment.pop("PYTHONPATH", None)
+        environment |= TRL_ENVIRONMENT
     with log.open("wb") as output:
         process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         with Watch(process.pid, parts, rest) as watch:

@@ -118,20 +118,11 @@ def kind_of(process: psutil.Process) -> str:
 
 
 def learner_of(processes: Sequence[psutil.Process]) -> list[Victim]:
-    """Every rank of the learner, and its torchrun."""
+    """Every rank of the learner, and its torchrun, which a world of one rank lacks."""
     world = [p for p in processes if "megatron_opd.learner" in command(p)]
-    ids = {p.pid for p in world}
-    ranks = [p for p in world if not any(child.pid in ids for child in children_of(p))]
-    roots = [p for p in world if p not in ranks]
-    if not (ranks and roots):
+    roots = [p for p in world if "megatron_opd.learner.torchrun" in command(p)]
+    ranks = [p for p in world if p not in roots]
+    if not ranks:  # torchrun is about to start them
         return []
     found = [Victim("learner rank", (rank.pid,)) for rank in ranks]
     return [*found, *(Victim("torchrun", (root.pid,)) for root in roots)]
-
-
-def children_of(process: psutil.Process) -> list[psutil.Process]:
-    """Its children; none of one that has ended."""
-    try:
-        return process.children()
-    except psutil.Error:
-        return []

@@ -44,15 +44,11 @@ ENVIRONMENT = {
     # without it the evaluation's threads spin while other programs hold a core
     "OMP_WAIT_POLICY": "passive",
 }
-# glibc then gives freed tensors of 1 MiB and more back to the system: about 0.2 GB a process of a
-# run, for some CPU time
-FRUGAL = {"MALLOC_MMAP_THRESHOLD_": str(2**20)}
 
 
-def python(*words: str, frugal: bool = False) -> None:
+def python(*words: str) -> None:
     """Run a program of this project. Raises CalledProcessError when it fails."""
-    environment = {**os.environ, **ENVIRONMENT, **(FRUGAL if frugal else {})}
-    subprocess.run([sys.executable, *words], check=True, env=environment)
+    subprocess.run([sys.executable, *words], check=True, env={**os.environ, **ENVIRONMENT})
 
 
 @contextmanager
@@ -85,7 +81,7 @@ def measure() -> dict[str, Any]:
             before = evaluate(BUILD / "student", BUILD / "before.json")
         with step("training", seconds):
             run = ("-m", "megatron_opd", "run", str(HERE / "distil.yaml"), "--overwrite")
-            python(*run, frugal=True)
+            python(*run)
         with step("evaluation after", seconds):
             after = evaluate(RUN / "checkpoints" / "final", BUILD / "after.json")
     summary = json.loads((RUN / "summary.json").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from megatron_opd.cli.extra_args import check_extra_args
+from megatron_opd.cli.extra_args import check_extra_args, check_stops
 from megatron_opd.cli.memory_tables import memory_tables
 from megatron_opd.cli.placement_table import placement_table
 from megatron_opd.cli.preflight import ModelFacts, check_inputs_are_kept, prompt_limit
@@ -207,6 +207,7 @@ def check(
         check_place(config.run.dir)
     for role in models:
         check_extra_args(section_of(config, role), role)
+    check_stops(config)
     if data:
         for role, facts in models.items():
             if has_weights(facts.path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.roles import STUDENT, Role
+from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from sglang_bridge.server import options
 
@@ -31,6 +32,18 @@ DECIDED = {
     "admin_api_key": "{role}.api_key_env: a key in a config would be in files and logs",
     "config": "{role}.extra_args itself, one list item per argument",
 }
+
+
+def check_stops(config: Config) -> None:
+    """Raise UserError where stop strings are asked of student servers without a tokenizer."""
+    key = "student.extra_args"
+    for option, setting in options.given(config.student.extra_args).items():
+        asked = "rollout.stop" if config.rollout.stop else "data.stop_key"
+        if setting == "skip_tokenizer_init" and (config.rollout.stop or config.data.stop_key):
+            raise UserError(
+                f"{key} must not hold {option} with {asked}: the servers decode text to find stop "
+                "strings. Leave one of them out"
+            )
 
 
 def check_extra_args(section: ServerConfig, role: Role) -> None:

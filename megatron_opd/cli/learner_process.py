@@ -1,4 +1,7 @@
-"""Runs the learner as a child process: a torchrun world, ended by the ids of its process tree.
+"""Runs the learner as a child process, ended by the ids of its process tree.
+
+It is a torchrun world, or for one rank the rank itself: torchrun would be a process of 0.15 GB that
+does nothing but wait for it.
 
 Invariant: after `stop` returns no process of the tree is left, whatever state it was in.
 """
@@ -23,19 +26,20 @@ from megatron_opd.transport.lifetime import PARENT_VARIABLE
 from sglang_bridge.gpus import let_see
 from sglang_bridge.server.launch import next_log
 
+WORLD_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "GROUP_WORLD_SIZE")
+"""What tells a process that it is a rank of a world, and of which; torchrun sets them anew."""
+
 
 def learner_command(config_file: Path, learner: LearnerConfig, extra: Sequence[str]) -> list[str]:
-    """Return `torchrun -m megatron_opd.learner CONFIG ...` for one machine, as an argument list."""
-    return [
-        sys.executable,
-        "-m",
-        "megatron_opd.learner.torchrun",
-        f"--nproc-per-node={learner.parallel.world_size}",
-        "-m",
-        "megatron_opd.learner",
-        str(config_file),
-        *extra,
-    ]
+    """Return what starts the learner on one machine, as an argument list.
+
+    `python -m megatron_opd.learner CONFIG ...`, under torchrun where there are several ranks.
+    """
+    ranks = learner.parallel.world_size
+    world: list[str] = []
+    if ranks > 1:
+        world = ["-m", "megatron_opd.learner.torchrun", f"--nproc-per-node={ranks}"]
+    return [sys.executable, *world, "-m", "megatron_opd.learner", str(config_file), *extra]
 
 
 class LearnerProcess:
@@ -56,8 +60,10 @@ class LearnerProcess:
     ) -> None:
         self.command = list(command)
         self.log = log
+        # those of this process are another program's, such as a launcher that started it
+        inherited = {key: value for key, value in os.environ.items() if key not in WORLD_VARIABLES}
         self.environment = {
-            **os.environ,
+            **inherited,
             "HF_HUB_OFFLINE": "1",
             "PYTHONUNBUFFERED": "1",
             PARENT_VARIABLE: str(os.getpid()),
@@ -80,7 +86,7 @@ class LearnerProcess:
 
     @property
     def pid(self) -> int:
-        """Returns the process id of torchrun, the root of the world's process tree."""
+        """Returns the process id of torchrun or of the only rank, the root of the process tree."""
         assert self._process is not None, "not started"
         return self._process.pid
 
@@ -101,16 +107,16 @@ class LearnerProcess:
         return None if self._process is None else self._process.poll()
 
     def cause(self) -> str | None:
-        """Return None: torchrun says in the log which rank ended."""
+        """Return None: the log says which rank ended, and why."""
         return None
 
     def wait(self) -> int:
-        """Block until torchrun ends and return its exit code."""
+        """Block until the root of the process tree ends and return its exit code."""
         assert self._process is not None, "not started"
         return self._process.wait()
 
     def stop(self, grace_s: float) -> None:
-        """Send SIGTERM to torchrun, wait `grace_s`, then SIGKILL what is left of its process tree.
+        """Send SIGTERM to the root, wait `grace_s`, then SIGKILL what is left of its process tree.
 
         torchrun puts every rank in a session of its own, so the group of torchrun is not enough.
         """

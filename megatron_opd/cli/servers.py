@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.extra_args import check_extra_args
+from megatron_opd.cli.extra_args import check_extra_args, check_stops
 from megatron_opd.cli.placing import gpus_of_server
 from megatron_opd.cli.preflight import require_free, server_ports
 from megatron_opd.cli.roles import STUDENT, Role, section_of
@@ -60,6 +60,8 @@ def make_spec(
     if spec.interface is not None:
         _check_interface(spec.interface)
     check_extra_args(section, role)
+    if role == STUDENT:
+        check_stops(config)
     _check_for_device(spec, role)
     return spec
 

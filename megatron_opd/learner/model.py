@@ -31,6 +31,7 @@ from megatron_opd.learner.attention import (
     rotary_frequencies,
 )
 from megatron_opd.learner.fusion import built_without_apex
+from megatron_opd.learner.gated import keep_less
 from megatron_opd.learner.lm_head import hide_padded_ids
 from megatron_opd.learner.overrides import build, check_overrides
 from megatron_opd.learner.world import World
@@ -213,6 +214,7 @@ def _chunk(
         )
     )
     if not engine:
+        keep_less(model)
         model.rotary_pos_emb = PackedRotary(
             spec.head_dim,
             rotary_percent=1.0,

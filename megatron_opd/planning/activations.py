@@ -16,8 +16,8 @@ tokens, t tensor-parallel ranks with sequence parallelism, activations of b byte
     router          S (5 E + 20 k) / t                                 float32 scores, mask, indices
 
 h hidden, d head, H heads, K key-value heads, f and f_e feed-forward features, E experts, k of them
-a token. Without TransformerEngine norms save a float32 copy, SwiGLU the activated half and a copy
-of the other, experts their output before the router's weight, attention padded copies of q and k.
+a token. Without TransformerEngine norms save a float32 copy, experts the activated half, a copy of
+the other and their output before the router's weight, attention padded copies of q and k.
 Experts are taken to be evenly loaded. Measured against saved tensors in
 tests/dist/test_planning.py.
 """
@@ -128,8 +128,7 @@ def _attention(shapes: Shapes) -> float:
 
 def _dense(shapes: Shapes) -> float:
     """Count what a dense feed-forward layer keeps of a token, before the division by t."""
-    features = 5 if shapes.local else 3
-    return features * shapes.spec.ffn_size * shapes.element_bytes
+    return 3 * shapes.spec.ffn_size * shapes.element_bytes
 
 
 def _experts(shapes: Shapes) -> float:

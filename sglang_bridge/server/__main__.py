@@ -15,7 +15,7 @@ import threading
 import time
 from pathlib import Path
 
-from sglang_bridge import open_files
+from sglang_bridge import freed, open_files
 from sglang_bridge.arrivals import Arrivals
 from sglang_bridge.refusals import Refusals
 from sglang_bridge.server import architectures, files, workers
@@ -136,6 +136,7 @@ def main() -> None:
 
     cuda = torch.cuda.is_available()
     if not cuda:
+        freed.give_back_freed()
         offer_standins()
     from sglang_bridge.server import auth, compat, connections, front, gates
 

@@ -3,7 +3,8 @@
 Megatron names CUDA in about sixty places that no configuration reaches: `device="cuda"` literals,
 `torch.cuda.current_device()`, type names such as `torch.cuda.FloatTensor` in its optimizers, CUDA
 random states, streams. Each is answered here with its CPU meaning, so that Megatron itself stays
-unmodified; the gradient norm, which a CPU adds up badly, is replaced by devices/grad_norm.py.
+unmodified; the gradient norm, which a CPU adds up badly, is replaced by devices/grad_norm.py, and
+devices/alone.py leaves out collectives of one rank, of which gloo makes copies.
 `fix_megatron` repairs defects of 0.16.1 that a GPU without TransformerEngine has too.
 """
 
@@ -18,7 +19,9 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron_opd.learner.devices.alone import patch_collectives
 from megatron_opd.learner.devices.grad_norm import multi_tensor_l2_norm
+from sglang_bridge.freed import give_back_freed
 
 CPU = torch.device("cpu")
 
@@ -126,8 +129,10 @@ def install() -> AbstractContextManager[Any]:
     fix_megatron()
     if torch.cuda.is_available():
         return contextlib.nullcontext()
+    give_back_freed()
     _patch_torch_cuda()
     _patch_random_state()
     _patch_token_dispatcher()
     _patch_grad_norm()
+    patch_collectives()
     return CudaMeansCpu()

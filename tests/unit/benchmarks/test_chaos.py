@@ -122,6 +122,9 @@ def test_the_processes_of_a_run_are_found_by_what_they_are():
                 ("learner rank", (inner[0].pid,)),
                 ("torchrun", (process.pid,)),
             }
+            (alone,) = learner_of(inner)  # a world of one rank has no torchrun
+            assert (alone.name, alone.pids) == ("learner rank", (inner[0].pid,))
+            assert learner_of([parent]) == [], "its ranks are to come"
             assert kind_of(parent) == ""
             assert find(process.pid, Fault("student", "KILL"), random.Random(0)) is None
             whole = find(process.pid, Fault("controller", "KILL"), random.Random(0))

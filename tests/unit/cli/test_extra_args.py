@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.extra_args import DECIDED, check_extra_args
+from megatron_opd.cli.extra_args import DECIDED, check_extra_args, check_stops
+from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from sglang_bridge.server import options
 from sglang_bridge.server.spec import ServerSpec, server_command
@@ -137,3 +138,16 @@ def test_help_does_not_pay_for_it():
     )
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert found.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"), [("rollout", "stop", ["\n"]), ("data", "stop_key", "ends")]
+)
+def test_stop_strings_need_a_tokenizer(config: dict, section: str, key: str, value: object):
+    config[section] = config.get(section, {}) | {key: value}
+    check_stops(Config.model_validate(config))
+    config["student"] |= {"extra_args": ["--skip-tokenizer-init"]}
+    with pytest.raises(UserError, match=rf"--skip-tokenizer-init with {section}\.{key}"):
+        check_stops(Config.model_validate(config))
+    del config[section][key]
+    check_stops(Config.model_validate(config))

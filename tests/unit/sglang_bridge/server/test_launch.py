@@ -84,6 +84,17 @@ def test_experts_that_weight_syncs_write_are_not_laid_out_anew(
     assert ("--moe-runner-backend triton" in " ".join(command)) == ours
 
 
+def test_a_teacher_loads_no_tokenizer_and_a_student_only_where_it_is_told_so():
+    flag = "--skip-tokenizer-init"
+
+    def times(role: Any, *extra: str) -> int:
+        command = server_command(ServerSpec(model_path="m", role=role, port=1, extra_args=extra))
+        return command.count(flag)
+
+    assert [times("teacher"), times("teacher", flag)] == [1, 1]
+    assert [times("student"), times("student", flag)] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -1,0 +1,81 @@
+"""Computes a feed-forward block's SwiGLU while keeping its input alone for the backward pass.
+
+Megatron's operations keep four tensors a layer for it: the first product's output, silu(gate), a
+copy of the other half (to which it adds an offset, zero) and the result. Its fused kernels, which
+keep two, are for GPUs. Here silu(gate) is computed again. Values and gradients are the same, bit
+for bit but for the sign of a zero.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.autograd.function import once_differentiable
+
+
+class _Swiglu(torch.autograd.Function):
+    """Defines silu(gate) * up, of the two halves of the input's last dimension."""
+
+    @staticmethod
+    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(both)
+        gate, up = both.chunk(2, dim=-1)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+        (both,), (grad,) = ctx.saved_tensors, grads
+        gate, up = both.chunk(2, dim=-1)
+        grad_both = torch.empty_like(both)
+        grad_gate, grad_up = grad_both.chunk(2, dim=-1)
+        torch.mul(grad, F.silu(gate), out=grad_up)
+        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_both
+
+
+def swiglu(both: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, [..., f], of `both` = [gate, up], [..., 2 f]; differentiable once."""
+    out: Any = _Swiglu.apply(both)
+    return out
+
+
+def is_plain_swiglu(config: TransformerConfig) -> bool:
+    """Return whether Megatron would compute silu(gate) * up by several operations."""
+    return (
+        config.gated_linear_unit
+        and config.activation_func is F.silu
+        and config.activation_func_clamp_value is None
+        and config.glu_linear_offset == 0
+        and not config.add_bias_linear
+        and not config.bias_activation_fusion
+        and not config.use_te_activation_func
+    )
+
+
+class GatedMLP(MLP):
+    """Computes Megatron's feed-forward block, keeping one tensor for a plain SwiGLU's gradient.
+
+    Experts' blocks get the weight of each token too, and are computed by Megatron.
+    """
+
+    def forward(
+        self, hidden_states: torch.Tensor, per_token_scale: Any = None, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Map [s, b, h] to [s, b, h]; the second is the bias, None here."""
+        if per_token_scale is not None or not is_plain_swiglu(self.config):
+            return super().forward(hidden_states, per_token_scale, **named)
+        both, _ = self.linear_fc1(hidden_states)
+        return self.linear_fc2(swiglu(both))
+
+
+def keep_less(model: torch.nn.Module) -> None:
+    """Turn every feed-forward block of Megatron's in `model` into a GatedMLP."""
+    for module in model.modules():
+        if type(module) is MLP:
+            # Not a new module: parameters, their names and marks, and checkpoints stay as they are.
+            module.__class__ = GatedMLP
