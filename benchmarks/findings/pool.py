@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.findings.rows import Row, finished, row_of
-from benchmarks.findings.servers import PORTS_OF_A_PAIR, Pair, serving
+from benchmarks.findings.servers import Pair, serving
 from benchmarks.grid.trials import DIVERGED, INTERRUPTED, Trial
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.server.launch import last_lines
@@ -128,8 +128,8 @@ def _work(pool: Pool, number: int) -> None:
         trial, attempt = pool.take(), 1
         while trial is not None:
             with ExitStack() as stack:
-                port = FIRST_PORT + PORTS_OF_A_PAIR * number
-                pair = stack.enter_context(serving(trial.config, pool.out / "servers", port))
+                ports = (FIRST_PORT + 2 * number, FIRST_PORT + 2 * number + 1)
+                pair = stack.enter_context(serving(trial.config, pool.out / "servers", ports))
                 config = trial.config
                 while trial is not None and trial.config == config:
                     started = time.monotonic()

@@ -24,7 +24,6 @@ from sglang_bridge.errors import BridgeError
 from sglang_bridge.server.launch import last_lines
 
 ROLES = ("student", "teacher")
-PORTS_OF_A_PAIR = 2
 START_S, REQUEST_S, END_S = 300.0, 60.0, 20.0
 LOOK_AGAIN_S = 0.5
 
@@ -54,16 +53,17 @@ async def _rewind(url: str) -> None:
 
 
 @contextmanager
-def serving(config: Path, logs: Path, first_port: int) -> Iterator[Pair]:
-    """Start both servers of `config` on two ports; no process of theirs is left at the end.
+def serving(config: Path, logs: Path, ports: tuple[int, int]) -> Iterator[Pair]:
+    """Start both servers of `config` on two ports, the student's first.
 
-    RuntimeError: one did not start, with the end of its log.
+    No process of theirs is left at the end. RuntimeError: one did not start, with the end of its
+    log.
     """
     logs.mkdir(parents=True, exist_ok=True)
     processes: dict[str, subprocess.Popen[bytes]] = {}
     urls: dict[str, str] = {}
     try:
-        for port, role in enumerate(ROLES, first_port):
+        for port, role in zip(ports, ROLES, strict=True):
             command = [sys.executable, "-m", "megatron_opd", "serve", role, str(config)]
             command += ["--set", f"{role}.base_port={port}"]
             with (logs / f"{role}-{port}.log").open("wb") as output:

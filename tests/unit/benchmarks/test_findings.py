@@ -152,9 +152,9 @@ class FakeRuns:
         self.lock = threading.Lock()
 
     @contextmanager
-    def serving(self, config: Path, logs: Path, first_port: int) -> Any:
+    def serving(self, config: Path, logs: Path, ports: tuple[int, int]) -> Any:
         self.pairs += 1
-        yield Pair({"student": f"http://127.0.0.1:{first_port}", "teacher": "http://x:1"})
+        yield Pair({"student": f"http://127.0.0.1:{ports[0]}", "teacher": "http://x:1"})
 
     def rewind(self, pair: Any = None) -> None:
         self.rewound += 1
