@@ -54,9 +54,10 @@ def slopes(by_k: Mapping[int, Mapping[int, Row]]) -> dict[str, Any]:
 
 
 def paired(one: Mapping[int, Row], other: Mapping[int, Row]) -> dict[str, Any]:
-    """Accuracy of one minus the other's, seed by seed, and its interval."""
+    """Accuracy of one minus the other's, seed by seed, its interval and the seeds it needs."""
     shared = sorted(one.keys() & other.keys())
-    return interval([accuracy(one[seed]) - accuracy(other[seed]) for seed in shared])
+    differences = [accuracy(one[seed]) - accuracy(other[seed]) for seed in shared]
+    return {**interval(differences), "seeds_for_3_points": seeds_needed(differences)}
 
 
 def seeds_needed(differences: Sequence[float]) -> int | None:

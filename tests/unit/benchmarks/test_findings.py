@@ -108,7 +108,7 @@ def test_differences_are_paired_by_seed():
     one = {seed: row("a", 0, seed, 50.0 + 10 * seed) for seed in (1, 2, 3)}
     other = {seed: row("b", 0, seed, 48.0 + 10 * seed) for seed in (2, 3, 4)}
     found = paired(one, other)
-    assert found == {"mean": 2.0, "half_width_95": 0.0, "n": 2}
+    assert found == {"mean": 2.0, "half_width_95": 0.0, "n": 2, "seeds_for_3_points": 0}
 
 
 def test_the_seeds_that_a_difference_needs():
