@@ -10,13 +10,10 @@ from collections.abc import Sequence
 
 from benchmarks.findings import quantised, wall_clock
 from benchmarks.findings.estimators import ESTIMATORS
-from benchmarks.findings.trial import CONFIG, SIZE, Study
+from benchmarks.findings.trial import CHOSEN_LR, CONFIG, LR, SIZE, Study
 from benchmarks.grid.trials import Trial
 
-LR = "learner.optimizer.lr"
 PILOT_LRS = ("2.0e-5", "5.0e-5", "1.0e-4", "2.0e-4")
-# at which both 1 and 64 draws learn, and lose 14 and 9 points by a staleness of 64 (the pilot)
-CHOSEN_LR = "5.0e-5"
 SEEDS = (1, 2, 3)
 # in the order in which they are run: the ends and the middle first
 STALENESS = (0, 64, 8, 32, 2, 16, 4, 1)

@@ -13,7 +13,7 @@ from typing import Any
 from benchmarks.findings.estimators import Overrides, mc
 from benchmarks.findings.figures import accuracy
 from benchmarks.findings.rows import Row
-from benchmarks.findings.trial import CONFIG, SIZE, Study
+from benchmarks.findings.trial import CHOSEN_LR, CONFIG, LR, SIZE, Study
 from benchmarks.grid.statistics import interval
 from benchmarks.grid.trials import Trial
 
@@ -26,6 +26,7 @@ SCHEDULES: dict[str, Overrides] = {
 }
 DRAWS = {"mc1": {"support": "{type: path}"}, "mc64": mc(64)}
 RECIPE: Overrides = {
+    LR: CHOSEN_LR,
     "run.deterministic": "false",
     "evaluation.every": "16",
     "evaluation.blocks": "true",
