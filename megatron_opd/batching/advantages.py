@@ -25,7 +25,8 @@ import numpy.typing as npt
 
 from megatron_opd.columns import DoubleArray, GroupColumns
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.objectives import Gepo, RewardAdvantage, RewardObjective
+from megatron_opd.config.objective import RewardAdvantage
+from megatron_opd.config.objectives import Gepo
 from megatron_opd.types import AnySample
 from sglang_bridge.columns import arrays_of, dtypes
 
@@ -67,12 +68,12 @@ def columns_of(
 ) -> Columns:
     """Compute the columns from rewards, mean sampler log-probs (nats) and each response's group."""
     columns = no_groups(len(reward_B))
-    reward = next(
-        (t.objective for t in estimator.terms if isinstance(t.objective, RewardObjective)), None
-    )
-    if reward is None:
+    objectives = [term.objective for term in estimator.terms]
+    reward = next((each for each in objectives if each.reward_advantage is not None), None)
+    if reward is None or reward.reward_advantage is None:
         return columns
-    columns = replace(columns, advantage_B=ADVANTAGES[reward.advantage](reward_B, group_B))
+    advantage_B = ADVANTAGES[reward.reward_advantage](reward_B, group_B)
+    columns = replace(columns, advantage_B=advantage_B)
     if not isinstance(reward, Gepo):
         return columns
     return replace(

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import model_validator
 
-from megatron_opd.config.objective import Objective
+from megatron_opd.config.objective import Objective, RewardAdvantage
 from megatron_opd.config.trust import Line
 from megatron_opd.config.use import Use
 
@@ -19,6 +19,14 @@ class CustomObjective(Objective):
     """
 
     type: str
+
+    @property
+    def reward_advantage(self) -> RewardAdvantage | None:
+        """Returns what `cache.advantage_B` is: the reward itself, where rewards are read at all.
+
+        Override it for one that compares the responses of a group.
+        """
+        return "reward" if self.reads_reward else None
 
     def loss(self, estimator: Any, cache: Any, limit: Any) -> Any:
         """Returns the losses.terms.TermLoss of a mini-batch's cache (losses.cache.Cache)."""

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from megatron_opd.config.reductions import Reduction, TokenReduction
 from megatron_opd.config.section import Section
 from megatron_opd.config.supports import McSupport, Support
 from megatron_opd.config.trust import Line, NoTrust, TrustConfig
 from megatron_opd.config.use import Use
+
+RewardAdvantage = Literal[
+    "reward", "group_mean", "group_std", "group_std_population", "leave_one_out"
+]
 
 
 class Objective(Section):
@@ -37,9 +41,14 @@ class Objective(Section):
         return not self.reads_reward
 
     @property
+    def reward_advantage(self) -> RewardAdvantage | None:
+        """Returns how a response's advantage follows from rewards; None where none is read."""
+        return None
+
+    @property
     def reads_groups(self) -> bool:
         """Tell whether the loss compares the responses of one prompt."""
-        return False
+        return self.reward_advantage not in (None, "reward")
 
     @property
     def reads_sampler(self) -> bool:

@@ -15,7 +15,7 @@ from pydantic import Discriminator, Field, SerializeAsAny, Tag, WrapValidator
 
 from megatron_opd.config.custom import CustomObjective
 from megatron_opd.config.import_path import tag_of, validate_by_path
-from megatron_opd.config.objective import Objective
+from megatron_opd.config.objective import Objective, RewardAdvantage
 from megatron_opd.config.penalty import KlPenalty
 from megatron_opd.config.reductions import Reduction, SequenceReduction
 from megatron_opd.config.section import NonNegativeFloat, PositiveFloat, Section
@@ -232,9 +232,6 @@ class SkewReverseKl(DivergenceObjective):
         return "p log(p / m)", f"m = {a:g} p + {rest:g} q", pull, a
 
 
-RewardAdvantage = Literal[
-    "reward", "group_mean", "group_std", "group_std_population", "leave_one_out"
-]
 ADVANTAGE_TEXTS: dict[RewardAdvantage, str] = {
     "reward": "A = R, the verifier's figure",
     "group_mean": "A = R - mean of the group",
@@ -274,9 +271,9 @@ class RewardObjective(Objective):
         return self.kl is not None and self.kl.to == "teacher"
 
     @property
-    def reads_groups(self) -> bool:
-        """Tell whether the loss compares the responses of one prompt."""
-        return self.advantage != "reward"
+    def reward_advantage(self) -> RewardAdvantage:
+        """Returns how a response's advantage follows from rewards."""
+        return self.advantage
 
     @property
     def penalises(self) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from megatron_opd.config.cluster import LAUNCHED
 from megatron_opd.config.evaluation_rules import EVALUATION_RULES
-from megatron_opd.config.objectives import RewardObjective
 from megatron_opd.config.sections import TRANSPORTS
 from megatron_opd.config.selection import RewardSpread, SoftPenalty
 from megatron_opd.config.servers import is_local_url
@@ -256,8 +255,7 @@ def _spread(config: ConfigTree) -> str | None:
         return None
     estimator, key = config.estimator, "selection.groups.type must be all"
     compares = any(
-        isinstance(objective, RewardObjective) and objective.advantage != "reward"
-        for objective in estimator.objectives
+        objective.reward_advantage not in (None, "reward") for objective in estimator.objectives
     )
     if not compares:
         return (
