@@ -202,6 +202,8 @@ class PipelineRun(RunUpdates):
             self._say(f"checkpoint: {self.run_dir.final_checkpoint}")
             if config.checkpoint.keep_best:
                 self._say(await export_best(config, self.run_dir, self.evaluations.run))
+        if self.sites is not None:
+            await self.sites.heard()
 
     async def _train_and_evaluate(
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard

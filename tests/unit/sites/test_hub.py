@@ -6,6 +6,7 @@ import time
 import pytest
 
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost
+from megatron_opd.link.events import Restarted
 from megatron_opd.sites.hub import NoSiteLeft
 from megatron_opd.sites.intake import TooLate
 from megatron_opd.sites.messages import Again, Farewell, Leaving, Serving, Task, Want, Welcome
@@ -433,6 +434,40 @@ def test_every_site_is_told_that_the_run_has_ended():
             await sites.hub.farewell()
             assert sites.told("a", Farewell) == [Farewell(None)]
             assert sites.told("b", Farewell) == []
+
+    asyncio.run(run())
+
+
+def test_the_end_of_a_run_waits_for_who_has_not_heard_of_it():
+    async def run():
+        async with Sites(("a", "b", "c", "d", "never")) as sites:
+            for name in "abcd":
+                await sites.comes(name)
+            await sites.say("c", Leaving())
+            await sites.comes("d", digests={"a": "other"})  # is refused
+            sites.links.waiting = {"b"}  # its link is broken
+            assert sites.hub.unaware == ["a", "b"]
+            await sites.hub.farewell()
+            assert sites.hub.unaware == ["b"]
+            await sites.comes("b")  # another process, to which nothing is on its way
+            assert sites.told("b", Farewell) == [Farewell(None)] * 2
+            assert len(sites.told("b", Welcome)) == 1
+            sites.links.waiting = set()
+            assert sites.hub.unaware == []
+
+    asyncio.run(run())
+
+
+def test_a_site_that_is_asked_to_begin_anew_hears_of_the_end_too():
+    async def run():
+        async with Sites(("a",)) as sites:
+            await sites.comes("a")
+            await sites.breaks("a")
+            await sites.start_over()
+            await sites.hub.farewell()
+            assert sites.told("a", Farewell) == [Farewell(None)]
+            await sites.happens(Restarted, "a")
+            assert sites.hub.unaware == ["a"], "that process is gone"
 
     asyncio.run(run())
 
