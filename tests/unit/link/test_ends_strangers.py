@@ -143,14 +143,16 @@ def test_a_message_without_end_is_cut(
             show_keys(endless, SERVER_KEYS[0], SITE_KEYS[1])
             endless.connect(net.server.address)
             endless.send_multipart(frames, copy=False)
-            await refused(net)
+            try:
+                await refused(net)
+            finally:
+                context.destroy(linger=0)
             assert "a message without end" in caplog.text
             assert not net.server.counts("site").refused, "it was never whole"
             for number in range(20):  # more than may come without a whole message, but whole
                 await sound.send([number.to_bytes(1, "big") * (1 << 20)])
                 assert len(await message(net.server)) == 1 << 20
             assert sound.counts().connections == 1
-            context.destroy(linger=0)
 
     drive(body)
 
