@@ -47,6 +47,7 @@ class SiteParts:
         pulls, counts = self.weights.pulls, link.counts()
         return {
             "samples_sent": self.sampling.delivered,
+            "samples_begun_anew": self.sampling.begun_anew,
             "version": self.weights.version,
             "versions_taken": self.weights.num_taken,
             "weight_bytes": 0 if pulls is None else pulls.num_bytes,

@@ -245,8 +245,8 @@ class Hub:
                 self._tell(member, Farewell(None))
             else:
                 self._greet(member, message)
-        elif member.is_asked_again:
-            return  # of the run before, which is no more
+        elif member.is_asked_again:  # of the run before, which is no more
+            member.figures.void += isinstance(message, Done | Gone)
         elif not member.is_welcome:
             raise ValueError(f"{type(message).__name__} before Welcome")
         elif isinstance(message, Leaving):
