@@ -22,7 +22,11 @@ BUFFERS_BYTES = 64 << 20
 
 @dataclass(slots=True)
 class _Connection:
-    """Knows of one connection. mark: bytes that had come when a whole message last had."""
+    """Holds what is known of one connection.
+
+    address: of the peer. mark: bytes that had come when a whole message last had. has_spoken: a
+    whole message has come since the last look.
+    """
 
     address: object
     mark: int = 0
