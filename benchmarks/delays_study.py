@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.grid.statistics import interval
 from benchmarks.grid.study import run_study
 from benchmarks.grid.trials import RESULTS, Launch, Trial, finished_rows, launch
 from benchmarks.staleness import (
@@ -100,10 +101,57 @@ def _correlation(curves: Sequence[dict[str, Any]], one: str, other: str) -> dict
     return {"correlation": round(value, 3), "updates": len(pairs)}
 
 
+ACCURACIES = {"best": "student_accuracy_best_pct", "last": "student_accuracy_after_pct"}
+RIVALS = ("gspo", "grpo")
+
+
+def differences(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """GEPO's accuracy less another method's, in points, with 95% intervals over seeds.
+
+    Each difference is of runs of one seed, delay and penalty. A seed counts once: under a name of
+    several settings (delay, or drawn: all that are drawn, with the penalty and without) it is the
+    mean of its differences, as runs that share a seed share prompts, draws and delays.
+    """
+    settings = list(dict.fromkeys(row["setting"] for row in rows))
+    groups = {setting: [setting] for setting in settings}
+    for delay in DELAYS:
+        groups[delay] = [f"{delay}_{penalty}" for penalty in PENALTIES]
+    groups["drawn"] = [setting for delay in DRAWN for setting in groups[delay]]
+    accuracy = {(row["setting"], row["method"], row["seed"]): row["summary"] for row in rows}
+    found: dict[str, dict[str, Any]] = {}
+    for name, members in groups.items():
+        for rival in RIVALS:
+            for which, key in ACCURACIES.items():
+                by_seed = [
+                    _difference(accuracy, members, seed, key, ("gepo", rival)) for seed in SEEDS
+                ]
+                of_group = found.setdefault(name, {})
+                of_group[f"gepo_{rival}_{which}"] = interval(by_seed) | {"by_seed": by_seed}
+    return found
+
+
+def _difference(
+    accuracy: Mapping[tuple[str, str, int], dict[str, Any]],
+    settings: Sequence[str],
+    seed: int,
+    key: str,
+    methods: tuple[str, str],
+) -> float | None:
+    """Mean over settings; None unless all of them have a run of both methods that was evaluated."""
+    found: list[float] = []
+    for setting in settings:
+        one, other = (accuracy.get((setting, method, seed), {}).get(key) for method in methods)
+        if one is None or other is None:
+            return None
+        found.append(one - other)
+    return statistics.fmean(found)
+
+
 def measure(options: Sequence[str] = (), launch: Launch = launch, **paths: Path) -> dict[str, Any]:
     """Run what is missing; everything by (delay and penalty, method)."""
     found = run_study("delays_study", trials(), options, launch=launch, **paths)
     size = SIZE | EVALUATIONS
     rows = finished_rows(trials(), paths.get("rows", RESULTS / "delays_study_rows.jsonl"))
     found["correlations"] = correlations(list(rows.values()))
+    found["differences"] = differences(list(rows.values()))
     return {"config": str(CONFIG), "size": size, "common": COMMON | CPPO_KL, **found}

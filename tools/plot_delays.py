@@ -1,8 +1,9 @@
-"""Draw GEPO's Figs. 3 and 7 from its enumeration, Figs. 5 and 6 from runs, and print Table 2.
+"""Draw GEPO's Figs. 3 and 7 from its enumeration, Figs. 5 and 6 from runs; print Table 2.
 
     python tools/plot_delays.py theory benchmarks/results/gepo.json docs/gepo_theory.png
     python tools/plot_delays.py runs benchmarks/results/staleness.json ROWS docs/delays.png
     python tools/plot_delays.py table ROWS
+    python tools/plot_delays.py differences benchmarks/results/delays_study.json
 
 ROWS: benchmarks/results/delays_study_rows.jsonl.
 
@@ -153,6 +154,25 @@ def cell(rows: Sequence[dict[str, Any]], setting: str, method: str) -> str:
     return f"{means[0]:.1f}, {means[1]:.1f} ({len(mine)})"
 
 
+def differences(study: dict[str, Any]) -> str:
+    """GEPO less the others in points, best and last, with 95% intervals over seeds."""
+    found = study["differences"]
+    columns = list(next(iter(found.values())))
+    lines = ["| delays, penalty | " + " | ".join(c.replace("_", " ") for c in columns) + " |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
+    for name, row in found.items():
+        cells = [interval_cell(row[column]) for column in columns]
+        lines.append(f"| {name.replace('_', ', ', 1).replace('_', ' ')} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def interval_cell(figure: dict[str, Any]) -> str:
+    """`+4.4 ± 6.2`, or a dash."""
+    if figure["half_width_95"] is None:
+        return "-"
+    return f"{figure['mean']:+.1f} ± {figure['half_width_95']:.1f}"
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """The newest row of every run."""
     rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
@@ -166,6 +186,9 @@ def main() -> int:
         print(table(rows_of(paths[0])))
         return 0
     study = json.loads(paths[0].read_text())
+    if what == "differences":
+        print(differences(study))
+        return 0
     figure = theory(study) if what == "theory" else runs(study, rows_of(paths[1]))
     figure.savefig(paths[-1], dpi=100)
     return 0

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.config.schedule import ScheduleConfig, least_bound
 from megatron_opd.config.selection import RewardSpread
-from megatron_opd.controller.controller import MIN_DROPS_IN_A_ROW
+from megatron_opd.controller.pipeline import MIN_DROPS_IN_A_ROW
 from megatron_opd.controller.schedule import Schedule
 
 Type = Literal["sync", "step_off", "stream", "stale", "partial", "async", "controlled"]

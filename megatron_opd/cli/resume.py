@@ -101,7 +101,7 @@ EXTRAS: Mapping[str, type | tuple[type, ...]] = {
     "totals": dict,
     "train_crc32": int,
 }
-"""Keys that run.json holds: see PipelineRun."""
+"""Keys that run.json holds: see RunUpdates."""
 LONGEST_S = 1e12
 
 
@@ -239,7 +239,7 @@ def reopen_run_dir(
 
 
 def _read_extras(path: Path) -> dict[str, Any]:
-    """Read what PipelineRun keeps besides learner and controller.
+    """Read what RunUpdates keeps besides learner and controller.
 
     ValueError: something is missing.
     """

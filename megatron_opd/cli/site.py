@@ -38,6 +38,7 @@ from megatron_opd.controller.health import EngineLost, ProcessDied
 from megatron_opd.data.judge import Judge
 from megatron_opd.link.ends import LinkClient
 from megatron_opd.link.events import LinkRefused
+from megatron_opd.sites.absence import LearnerGone, Patience
 from megatron_opd.sites.facts import hello_of
 from megatron_opd.sites.keys import DIRECTORY, SiteKeys, keys_file
 from megatron_opd.sites.sampling import NoSuchTeacher
@@ -131,7 +132,7 @@ class SiteRun:
                 await self._run(keys, logs, directory / COUNTS)
         except LinkRefused as error:
             raise UserError(f"the learner's site refuses this site: {error}") from None
-        except NoSuchTeacher as error:
+        except (NoSuchTeacher, LearnerGone) as error:
             raise UserError(f"opd site {self._name}: {error}") from None
         except (BridgeError, EngineLost, ProcessDied) as error:
             cause = await self._processes.explain(error)
@@ -157,13 +158,17 @@ class SiteRun:
             owner = f"{socket.gethostname()}:{counts.parent.absolute()}"
             parts = make_parts(
                 *(self._config, self._name, self._fleets, self._models, self._judge),
-                *(hello, link, owner, supervisor.lose, self._say),
+                *(hello, link, owner, self._patience(keys), supervisor.lose, self._say),
             )
             try:
                 await self._serve(parts, supervisor)
             finally:
                 write_synced(counts, json.dumps(parts.counts(link), indent=1))
                 await link.close(LINGER_S)
+
+    def _patience(self, keys: SiteKeys) -> Patience:
+        first_s = self._config.student.startup_timeout_s
+        return Patience(keys.address, first_s, self._config.sites.learner_gone_after_s)
 
     async def _serve(self, parts: SiteParts, supervisor: Supervisor) -> None:
         """Serve until the learner says farewell. UserError: with a cause."""

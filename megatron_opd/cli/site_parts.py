@@ -21,6 +21,7 @@ from megatron_opd.launch.gpus import gpus_here
 from megatron_opd.launch.parts import server_parts
 from megatron_opd.launch.placement import Placement, place
 from megatron_opd.link.ends import LinkClient
+from megatron_opd.sites.absence import Patience
 from megatron_opd.sites.messages import Hello, ToLearner, encode
 from megatron_opd.sites.mirror_part import MirrorPart
 from megatron_opd.sites.sampling import Finished, Sampling
@@ -46,6 +47,7 @@ class SiteParts:
         pulls, counts = self.weights.pulls, link.counts()
         return {
             "samples_sent": self.sampling.delivered,
+            "samples_begun_anew": self.sampling.begun_anew,
             "version": self.weights.version,
             "versions_taken": self.weights.num_taken,
             "weight_bytes": 0 if pulls is None else pulls.num_bytes,
@@ -93,10 +95,14 @@ def make_parts(
     hello: Hello,
     link: LinkClient,
     owner: str,
+    patience: Patience,
     lose: Lose,
     say: Callable[[str], None],
 ) -> SiteParts:
-    """Make the parts of site `name`. config: the site's own. owner: names it among all sites."""
+    """Make the parts of site `name`. config: the site's own. owner: names it among all sites.
+
+    patience: with its learner's site.
+    """
     student, vocab_size, run_id = fleets[STUDENT], models.student.vocab_size, uuid.uuid4().hex[:8]
     settings, delays = config.weight_sync, config.sites.weight_delays
     directory = settings.directory
@@ -141,5 +147,5 @@ def make_parts(
         ready=weights.ready,
         send=deliver,
     )
-    site = Site(link, hello, sampling, weights, say)
+    site = Site(link, hello, sampling, weights, say, patience)
     return SiteParts(site, sampling, weights)

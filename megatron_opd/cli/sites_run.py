@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -28,7 +29,11 @@ from megatron_opd.transport.zmq import RemoteLearner
 from sglang_bridge.fleet import Fleet
 
 LINGER_S = 5.0
-"""Longest wait in seconds at the end until every site was told that the run has ended."""
+"""Longest wait in seconds at the end for what is still to be sent."""
+LOOK_S = 0.05
+"""Wait in seconds between two looks whether every site has heard that the run has ended."""
+SAY_S = 2.0
+"""Time in seconds after which the user is told which sites are waited for."""
 
 
 class SitesOfRun:
@@ -108,8 +113,30 @@ class SitesOfRun:
         """Tell the sites that the run has ended."""
         await self.hub.farewell()
 
+    async def heard(self) -> None:
+        """Wait until they have heard it, or sites.farewell_s; call while the hub serves."""
+        limit_s = self._config.sites.farewell_s
+        began_s, said = time.monotonic(), False
+        while unaware := ", ".join(self.hub.unaware):
+            waited_s = time.monotonic() - began_s
+            if waited_s >= limit_s:
+                gone_s = self._config.sites.learner_gone_after_s
+                self._say(
+                    f"within sites.farewell_s = {limit_s:g} s these sites did not hear that the "
+                    f"run has ended: {unaware}; stop them with Ctrl-C, or they end by themselves "
+                    f"after sites.learner_gone_after_s = {gone_s:g} s"
+                )
+                return
+            if waited_s > SAY_S and not said:
+                said = True
+                self._say(
+                    "the run has ended; waiting for sites to hear so, for sites.farewell_s = "
+                    f"{limit_s:g} s at most: {unaware}"
+                )
+            await asyncio.sleep(LOOK_S)
+
     async def close(self) -> None:
-        """End the links. Sites that were told no farewell wait for the learner to come back."""
+        """End the links. Sites that heard no farewell wait for the learner to come back."""
         await self.versions.close()
         await self._links.close(LINGER_S)
 

@@ -85,6 +85,13 @@ class SitesConfig(Section):
     lost_after_s: Seconds = 60.0
     """Time in seconds after which the prompts of a site whose link is broken are given to others.
     Whichever sample comes first counts."""
+    farewell_s: Seconds = 60.0
+    """Longest time in seconds that the learner's site waits at the end of a run until every site
+    that was part of it has heard so; one that is away then is named. Raising it lets sites end
+    whose links are broken for longer."""
+    learner_gone_after_s: Seconds = 21600.0
+    """Time in seconds without the learner's site after which a sampler site ends by itself.
+    Raising it leaves more time for opd run --resume, and keeps machines of a run that is over."""
     max_clock_skew_s: PositiveFloat = 30.0
     """Largest difference in seconds between the clocks of a site and of the learner's site; a site
     beyond it is refused."""

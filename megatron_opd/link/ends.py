@@ -21,11 +21,12 @@ from megatron_opd.config.sites import LinkConfig
 from megatron_opd.link.counts import LinkCounts
 from megatron_opd.link.end import End
 from megatron_opd.link.events import LinkRefused
+from megatron_opd.link.flood import BUFFERS_BYTES, Flood
 from megatron_opd.link.peer import Peer
 from megatron_opd.link.routes import Greeting, Routes
 from megatron_opd.link.sending import Breach
-from megatron_opd.link.sockets import prepared, put
-from megatron_opd.link.wire import URGENT, Buffer, Hello, Refused, Welcome, note
+from megatron_opd.link.sockets import FRAMES_WAITING, prepared, put
+from megatron_opd.link.wire import MAX_FRAME_EXTRA, URGENT, Buffer, Hello, Refused, Welcome, note
 from megatron_opd.transport.gate import Gate, name_of, show_keys
 from megatron_opd.transport.receiving import received
 from sglang_bridge.errors import one_line
@@ -75,7 +76,9 @@ class LinkServer(End):
         self._refusals = Refusals(logger, "on the sites' socket")
         self._socket = prepared(self._context, zmq.ROUTER, settings)
         self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        self._gate = Gate(self._context, self._socket, secret_key, peers)
+        frame_bytes = settings.chunk_bytes + MAX_FRAME_EXTRA
+        self._flood = Flood(2 * (FRAMES_WAITING + 1) * frame_bytes + BUFFERS_BYTES)
+        self._gate = Gate(self._context, self._socket, secret_key, peers, self._flood.begins)
         try:
             self._socket.bind(address)
         except zmq.ZMQError as error:
@@ -132,6 +135,8 @@ class LinkServer(End):
             await asyncio.sleep(self._beat_s)
             for peer in self._peers.values():
                 peer.tick()
+            for _ in range(self._flood.cut()):
+                self._refusals.add("a connection over which a message without end came")
 
     async def _serve(self) -> None:
         poller = zmq.asyncio.Poller()
@@ -143,6 +148,7 @@ class LinkServer(End):
             while (message := received(self._socket)) is not None:
                 identity, *frames = message
                 if frames:
+                    self._flood.speaks(int(cast(Any, frames[0].get(zmq.SRCFD))))
                     await self._take(identity.bytes, frames)
             for descriptor in ended:
                 if descriptor not in self._known:

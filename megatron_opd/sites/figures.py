@@ -15,16 +15,18 @@ from megatron_opd.metrics.types import Max, Mean
 class SiteFigures:
     """Counts for one site, from the start of the learner's process on.
 
-    samples: that counted. duplicates: that were there already, or are not wanted any more. faults:
-    malformed or forged samples. refused: messages that were not taken, by why. behind_versions: of
-    a sample, newest version of the learner less that of its oldest token, when it came. delay_s:
-    from the end of sampling until the learner had it.
+    samples: that counted. duplicates: that were there already, or are not wanted any more. void:
+    answers to a run that has gone back to a checkpoint since. faults: malformed or forged samples.
+    refused: messages that were not taken, by why. behind_versions: of a sample, newest version of
+    the learner less that of its oldest token, when it came. delay_s: from the end of sampling until
+    the learner had it.
     """
 
     samples: int = 0
     tokens: int = 0
     gone: Counter[str] = field(default_factory=Counter[str])
     duplicates: int = 0
+    void: int = 0
     faults: int = 0
     too_late: int = 0
     starts: int = 0
@@ -53,6 +55,7 @@ class SiteFigures:
             "response_tokens": self.tokens,
             "samples_gone": dict(sorted(self.gone.items())),
             "duplicates": self.duplicates,
+            "void": self.void,
             "samples_refused": self.faults,
             "too_late": self.too_late,
             "starts": self.starts,

@@ -12,6 +12,7 @@ often is quarantined: nothing more of it is taken.
 | Leaving      | others get its prompts at once                                                |
 | start_over   | the run goes on from a checkpoint: Again; all before the next Hello is void   |
 | quarantine   | Farewell, and why; others get its prompts at once                             |
+| farewell     | Farewell, also to who says Hello from then on                                 |
 """
 
 from __future__ import annotations
@@ -108,6 +109,7 @@ class Hub:
         self._suspicions = Suspicions()
         self._came = asyncio.Event()
         self._failure = Failure()
+        self._has_ended = False
 
     async def first(self) -> None:
         """Return once a site is part of the run."""
@@ -179,9 +181,23 @@ class Hub:
 
     async def farewell(self) -> None:
         """Tell every site of the run that it has ended as it should; call before `serve` ends."""
+        self._has_ended = True
         for name, member in self._members.items():
-            if member.is_welcome:
+            if member.is_welcome or member.is_asked_again:
+                member.is_told = True
                 await self._links.send(name, [encode(Farewell(None))], URGENT)
+
+    @property
+    def unaware(self) -> list[str]:
+        """Returns the sites that were part of the run and have not heard its farewell."""
+        return [name for name, member in self._members.items() if self._is_unaware(member)]
+
+    def _is_unaware(self, member: Member) -> bool:
+        if member.quarantined is not None or member.last_refusal is not None or member.has_left:
+            return False
+        if not member.figures.starts:
+            return False
+        return not member.is_told or self._links.counts(member.name).waiting_bytes > 0
 
     def _tell(self, member: Member, message: ToSite) -> None:
         self._do_for(member, partial(self.send, member.name, message))
@@ -224,14 +240,19 @@ class Hub:
                 self._refuse(member, member.quarantined)
             return
         if isinstance(message, Hello):
-            self._greet(member, message)
-        elif member.is_asked_again:
-            return  # of the run before, which is no more
+            if self._has_ended:
+                member.is_told = True
+                self._tell(member, Farewell(None))
+            else:
+                self._greet(member, message)
+        elif member.is_asked_again:  # of the run before, which is no more
+            member.figures.void += isinstance(message, Done | Gone)
         elif not member.is_welcome:
             raise ValueError(f"{type(message).__name__} before Welcome")
         elif isinstance(message, Leaving):
             self._say(f"site {member.name} leaves")
             self._without(member)
+            member.has_left = True
         elif isinstance(message, Serving):
             self._serving(member, message.version)
         elif isinstance(message, Want):

@@ -17,8 +17,8 @@ class Member:
     process: counts the processes that were there, and the runs that they were part of. slots:
     prompts that it holds at most. offered, served: versions that its process was offered, and
     samples or sampled with. is_asked_again: it is to say Hello, and what it says before is of a run
-    that is no more. quarantined: why it is; None: it is not. last_refusal: what the user was told
-    last.
+    that is no more. has_left: its user ended it. is_told: that the run has ended. quarantined: why
+    it is; None: it is not. last_refusal: what the user was told last.
     """
 
     def __init__(self, name: str) -> None:
@@ -27,6 +27,7 @@ class Member:
         self.process = 0
         self.slots = 0
         self.is_welcome = self.is_broken = self.is_asked_again = False
+        self.has_left = self.is_told = False
         self.offered: set[int] = set()
         self.served: set[int] = set()
         self.quarantined: str | None = None
@@ -66,6 +67,7 @@ class Member:
         self.stop_timer()
         self.process += 1
         self.is_welcome = self.is_broken = self.is_asked_again = False
+        self.has_left = self.is_told = False
         self.offered, self.served = set(), set()
         self._answered.clear()
         self._errands = asyncio.Queue()

@@ -42,6 +42,14 @@ class BadOffer(ValueError):
 class BadBytes(ValueError):
     """Reports in one line which file of a version arrived with another digest."""
 
+    kind = "wrong_digest"
+
+
+class ChangedHere(BadBytes):
+    """Reports a file that somebody else has changed or removed while it arrived."""
+
+    kind = "changed_here"
+
 
 def check_offer(offer: Offer) -> None:
     """Raise BadOffer unless an offer's names are those of a version, and its files can be one's."""
@@ -135,12 +143,19 @@ class Mirror:
         return 0
 
     def append(self, offer: Offer, file: FileSize, start: int, data: bytes | memoryview) -> None:
-        """Add the bytes of a file that follow those that are here. OSError: it cannot."""
+        """Add the bytes of a file that follow those that are here. OSError: it cannot.
+
+        ChangedHere: others are here; the file is gone and has to come again.
+        """
         place = self._stream.partial(offer.name)
         place.mkdir(exist_ok=True)
-        with (place / file.name).open("ab") as stream:
-            assert stream.tell() == start, "pieces of a file are written in order"
-            stream.write(data)
+        path = place / file.name
+        with path.open("ab") as stream:
+            if stream.tell() == start:
+                stream.write(data)
+                return
+        path.unlink()
+        raise ChangedHere(f"{path} was changed while it arrived")
 
     def finish(self, offer: Offer) -> None:
         """Give a version its name, once all its digests are right.
@@ -151,6 +166,8 @@ class Mirror:
         partial = self._stream.partial(offer.name)
         for file in offer.files:
             path = partial / file.name
+            if not path.exists():
+                raise ChangedHere(f"{path} was removed while it arrived")
             if path.stat().st_size != file.num_bytes or stored_digest(path) != file.digest:
                 path.unlink()
                 raise BadBytes(f"{file.name} of {offer.name} is not what was sent")

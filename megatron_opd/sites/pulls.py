@@ -174,7 +174,7 @@ class Pulls:
             except _Removed:
                 self._mirror.keep(self._kept())
             except BadBytes as error:
-                self.refused["wrong_digest"] += 1
+                self.refused[error.kind] += 1
                 damaged[offer.name] += 1
                 self._say(f"{error}; it is pulled again")
                 if damaged[offer.name] >= TRIES:

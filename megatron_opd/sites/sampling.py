@@ -71,6 +71,9 @@ class Sampling:
         num_draws: see transport/samples.py.
         ready: returns once there are weights to sample with.
         send: takes what is finished to the learner.
+
+    delivered: samples that were sent. begun_anew: prompts whose versions the learner went back
+    behind.
     """
 
     def __init__(
@@ -93,7 +96,7 @@ class Sampling:
         self._works: dict[int, asyncio.Task[None]] = {}
         self._finished: dict[int, Finished] = {}
         self._failure = Failure()
-        self.delivered = 0
+        self.delivered = self.begun_anew = 0
 
     @property
     def holds(self) -> list[int]:
@@ -145,6 +148,7 @@ class Sampling:
             else:
                 again = finished.newest is not None and finished.newest > limit
             if again:
+                self.begun_anew += 1
                 self.forget([uid])
                 self._tasks[uid] = task
                 self._run(uid, self._work(task))

@@ -17,6 +17,7 @@ import msgspec
 
 from megatron_opd.link.events import Broken, Event, Mended, Received, Restarted
 from megatron_opd.link.wire import URGENT
+from megatron_opd.sites.absence import Absence, Patience
 from megatron_opd.sites.messages import (
     Again,
     Done,
@@ -69,6 +70,7 @@ class Site:
         sampling: works on prompts.
         weights: holds the way of the weights.
         say: tells the user.
+        patience: how long it waits for the learner's site.
 
     refused: messages that make no sense, by why.
     """
@@ -80,9 +82,11 @@ class Site:
         sampling: Sampling,
         weights: SiteWeights,
         say: Callable[[str], None],
+        patience: Patience,
     ) -> None:
         self._link, self._hello = link, hello
         self._sampling, self._weights, self._say = sampling, weights, say
+        self._absence = Absence(patience, say)
         self._run: str | None = None
         self._is_unsettled = False
         self._is_welcome = False
@@ -92,11 +96,12 @@ class Site:
     async def serve(self) -> str | None:
         """Serve until the learner says farewell; return why, None: the run has ended well.
 
-        Raises what the site cannot go on without.
+        Raises what the site cannot go on without; LearnerGone.
         """
         weights, sampling = self._weights, self._sampling
         try:
-            await together(self._listen(), sampling.failed(), weights.failed(), weights.serve_on())
+            ends = sampling.failed(), weights.failed(), self._absence.watch()
+            await together(self._listen(), *ends, weights.serve_on())
         finally:
             await sampling.close()
             await weights.end()
@@ -131,7 +136,12 @@ class Site:
     async def _listen(self) -> None:
         """Do what the learner says, until it says farewell."""
         while self._farewell is None:
-            match event := await self._link.next():
+            event = await self._link.next()
+            if isinstance(event, Broken):
+                self._absence.begins()
+            else:
+                self._absence.ends()
+            match event:
                 case Received():
                     await self._received(event)
                 case Restarted():

@@ -8,7 +8,7 @@ it looked for, too, encrypts everything, and takes no recorded byte a second tim
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, cast
 
 import zmq
@@ -65,10 +65,12 @@ class Gate:
         socket: zmq.Socket[Any],
         secret: bytes,
         peers: Mapping[str, bytes],
+        accepted: Callable[[int], None] | None = None,
     ) -> None:
         """Guard `socket`, whose own secret key is `secret`.
 
         peers: public keys of those who are admitted, by name (see `name_of`). All keys in Z85.
+        accepted: is told of the file descriptor of each new connection, by `ended`.
         """
         self._names = {z85.decode(key): name.encode() for name, key in peers.items()}
         self.refused: Counter[str] = Counter()
@@ -83,7 +85,8 @@ class Gate:
         self.monitor = context.socket(zmq.PAIR)
         self.monitor.set(zmq.RCVHWM, 0)
         address = f"inproc://monitor-{socket.fileno()}"
-        socket.monitor(address, zmq.EVENT_DISCONNECTED)
+        socket.monitor(address, zmq.EVENT_DISCONNECTED | (zmq.EVENT_ACCEPTED if accepted else 0))
+        self._accepted = accepted
         self.monitor.connect(address)
 
     async def answer(self) -> None:
@@ -110,7 +113,10 @@ class Gate:
             if not await self.monitor.poll(0):
                 break
             event = await cast(Awaitable[Any], recv_monitor_message(self.monitor))
-            descriptors.append(event["value"])
+            if event["event"] == zmq.EVENT_DISCONNECTED:
+                descriptors.append(event["value"])
+            elif self._accepted is not None:
+                self._accepted(event["value"])
         return descriptors
 
     def close(self) -> None:

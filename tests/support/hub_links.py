@@ -71,6 +71,7 @@ class FakeLinks:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.told: dict[str, list[ToSite]] = {}
         self.offset_s: float | None = 0.0
+        self.waiting: set[str] = set()
 
     async def next(self) -> Event:
         return await self.events.get()
@@ -79,7 +80,8 @@ class FakeLinks:
         self.told.setdefault(peer, []).append(decode_to_site(parts[0]))
 
     def counts(self, peer: str) -> LinkCounts:
-        return replace(NO_COUNTS, clock_offset_s=self.offset_s)
+        waiting_bytes = 100 if peer in self.waiting else 0
+        return replace(NO_COUNTS, clock_offset_s=self.offset_s, waiting_bytes=waiting_bytes)
 
 
 class FakeVersions:

@@ -11,6 +11,7 @@ import numpy as np
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.link.events import Broken, Event, Mended, Received, Restarted
 from megatron_opd.link.wire import BULK, URGENT
+from megatron_opd.sites.absence import Patience
 from megatron_opd.sites.messages import (
     PROTOCOL,
     Hello,
@@ -34,6 +35,7 @@ from tests.support.fakes import make_prompt, make_rollout
 from tests.support.site_versions import Written
 
 LEARNER = "learner"
+PATIENT = Patience("tcp://learner:1", 600.0, 600.0)
 HELLO = Hello(PROTOCOL, "here", "p1", 2, True, {"a": "b"}, 1, 2, 0.0, [])
 
 
@@ -153,7 +155,13 @@ class Held:
 class SiteWorld:
     """A site with its ends; use inside a running event loop."""
 
-    def __init__(self, directory: Path, slots: int = 2, link: Link | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        slots: int = 2,
+        link: Link | None = None,
+        patience: Patience = PATIENT,
+    ) -> None:
         self.link, self.servers, self.held = FakeLink(), Servers(), Held()
         used: Link = self.link if link is None else link
         self.said: list[str] = []
@@ -178,7 +186,7 @@ class SiteWorld:
             send=self._deliver,
         )
         self._used = used
-        self.site = Site(used, HELLO, self.sampling, self.weights, self.said.append)
+        self.site = Site(used, HELLO, self.sampling, self.weights, self.said.append, patience)
 
     async def _ask(self, message: Any) -> None:
         await self._used.send([encode(message)])

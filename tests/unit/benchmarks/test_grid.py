@@ -298,3 +298,34 @@ def test_the_study_of_schedules_has_every_type_and_the_ratios(
     prompts = (tmp_path / schedules.LONG_TAIL).read_text().splitlines()
     lengths = [len(json.loads(line)["prompt"]) for line in prompts]
     assert 0.08 < sum(length > 30 for length in lengths) / len(lengths) < 0.12
+
+
+def accuracies(setting: str, method: str, seed: int, last: float) -> dict[str, Any]:
+    """A row of the study of delays with its accuracies alone; the best is 2 points higher."""
+    summary = {"student_accuracy_best_pct": last + 2, "student_accuracy_after_pct": last}
+    return {"setting": setting, "method": method, "seed": seed, "summary": summary}
+
+
+def test_differences_pair_runs_of_one_seed_and_count_a_seed_once():
+    rows = [
+        accuracies(f"weibull_{penalty}", method, seed, last + seed * (method == "gepo"))
+        for penalty, last in (("kl", 50.0), ("no_kl", 70.0))
+        for method in ("gepo", "gspo", "grpo")
+        for seed in (1, 2, 3)
+    ]
+    found = delays_study.differences(rows)
+    half = 4.303 * 1.0 / 3**0.5
+    for name in ("weibull_kl", "weibull"):  # the other penalty's runs add no seeds
+        for key in ("gepo_gspo_best", "gepo_grpo_last"):
+            figure = found[name][key]
+            assert figure["by_seed"] == [1.0, 2.0, 3.0]
+            assert (figure["mean"], figure["n"]) == (2.0, 3)
+            assert figure["half_width_95"] == pytest.approx(half)
+    assert found["drawn"]["gepo_gspo_last"]["n"] == 0, "not every kind of delay was run"
+
+
+def test_a_seed_without_a_run_of_both_methods_makes_no_difference():
+    rows = [accuracies("weibull_kl", "gepo", seed, 50.0) for seed in (1, 2, 3)]
+    rows += [accuracies("weibull_kl", "gspo", seed, 40.0) for seed in (1, 2)]
+    figure = delays_study.differences(rows)["weibull_kl"]["gepo_gspo_last"]
+    assert (figure["mean"], figure["n"], figure["by_seed"]) == (10.0, 2, [10.0, 10.0, None])

@@ -17,6 +17,7 @@ from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.health import EngineLost
 from megatron_opd.link.events import LinkRefused
+from megatron_opd.sites.absence import LearnerGone
 from megatron_opd.sites.keys import SiteKeys, keys_file
 from megatron_opd.sites.sampling import NoSuchTeacher
 from sglang_bridge.errors import BadReply
@@ -119,6 +120,7 @@ def run_of(tmp_path: Path, models: Path) -> SiteRun:
             "the learner's site refuses this site: no such key",
         ),
         (NoSuchTeacher("a teacher 'x'"), UserError, "opd site far: a teacher 'x'"),
+        (LearnerGone("the learner's site is away"), UserError, "opd site far: the learner's site"),
         (UserError("student.base_port: taken"), UserError, "^student.base_port: taken$"),
         (BadReply("http://s:1: no draws"), RunFailed, "http://s:1: no draws; logs are in "),
         (EngineLost("student server is lost"), RunFailed, "student server is lost; logs are in "),

@@ -125,6 +125,38 @@ def test_recorded_bytes_are_refused():
     drive(body)
 
 
+@pytest.mark.skipif(not hasattr(socket, "TCP_INFO"), reason="the kernel does not count bytes")
+def test_a_message_without_end_is_cut(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(ends_module, "BUFFERS_BYTES", 1 << 20)
+    monkeypatch.setattr(ends_module, "FRAMES_WAITING", 1)
+    frames = [bytes(1 << 20)] * 200
+
+    async def body() -> None:
+        async with ends(link_config(chunk_bytes=1 << 20)) as net:
+            sound = net.client(keys=OTHER_KEYS)
+            context = zmq.Context()
+            endless = context.socket(zmq.DEALER)
+            endless.set(zmq.LINGER, 0)
+            endless.set(zmq.RECONNECT_IVL, -1)
+            show_keys(endless, SERVER_KEYS[0], SITE_KEYS[1])
+            endless.connect(net.server.address)
+            endless.send_multipart(frames, copy=False)
+            try:
+                await refused(net)
+            finally:
+                context.destroy(linger=0)
+            assert "a message without end" in caplog.text
+            assert not net.server.counts("site").refused, "it was never whole"
+            for number in range(20):  # more than may come without a whole message, but whole
+                await sound.send([number.to_bytes(1, "big") * (1 << 20)])
+                assert len(await message(net.server)) == 1 << 20
+            assert sound.counts().connections == 1
+
+    drive(body)
+
+
 def test_flipped_bits_on_the_way_end_a_connection_and_change_nothing():
     async def body() -> None:
         async with ends(link_config(silence_s=0.5)) as net:

@@ -1,14 +1,25 @@
 """Sites that come, go, break and come back: no prompt is lost, no sample counts twice."""
 
 import asyncio
+import random
 import time
 
 import pytest
 
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost
+from megatron_opd.link.events import Restarted
 from megatron_opd.sites.hub import NoSiteLeft
 from megatron_opd.sites.intake import TooLate
-from megatron_opd.sites.messages import Again, Farewell, Leaving, Serving, Task, Want, Welcome
+from megatron_opd.sites.messages import (
+    Again,
+    Farewell,
+    Forget,
+    Leaving,
+    Serving,
+    Task,
+    Want,
+    Welcome,
+)
 from megatron_opd.transport.samples import encode_sample
 from tests.support.fakes import Teacher, make_prompt
 from tests.support.hub_links import Sites, done_of, prompt_ids, sample_of
@@ -437,6 +448,40 @@ def test_every_site_is_told_that_the_run_has_ended():
     asyncio.run(run())
 
 
+def test_the_end_of_a_run_waits_for_who_has_not_heard_of_it():
+    async def run():
+        async with Sites(("a", "b", "c", "d", "never")) as sites:
+            for name in "abcd":
+                await sites.comes(name)
+            await sites.say("c", Leaving())
+            await sites.comes("d", digests={"a": "other"})  # is refused
+            sites.links.waiting = {"b"}  # its link is broken
+            assert sites.hub.unaware == ["a", "b"]
+            await sites.hub.farewell()
+            assert sites.hub.unaware == ["b"]
+            await sites.comes("b")  # another process, to which nothing is on its way
+            assert sites.told("b", Farewell) == [Farewell(None)] * 2
+            assert len(sites.told("b", Welcome)) == 1
+            sites.links.waiting = set()
+            assert sites.hub.unaware == []
+
+    asyncio.run(run())
+
+
+def test_a_site_that_is_asked_to_begin_anew_hears_of_the_end_too():
+    async def run():
+        async with Sites(("a",)) as sites:
+            await sites.comes("a")
+            await sites.breaks("a")
+            await sites.start_over()
+            await sites.hub.farewell()
+            assert sites.told("a", Farewell) == [Farewell(None)]
+            await sites.happens(Restarted, "a")
+            assert sites.hub.unaware == ["a"], "that process is gone"
+
+    asyncio.run(run())
+
+
 def test_the_first_site_is_waited_for():
     async def run():
         async with Sites() as sites:
@@ -508,6 +553,7 @@ def test_what_a_site_says_before_it_begins_anew_is_void_and_no_fault():
             assert not sites.tasks[0].done()
             figures = sites.figures("a")
             assert (figures.faults, figures.duplicates, figures.refused) == (0, 0, {})
+            assert figures.void == 1
             await sites.greets("a")
             await sites.finishes("a", 0, version=0)
             assert sites.got(0).oldest_version == 0
@@ -542,6 +588,63 @@ def test_a_site_whose_link_is_broken_begins_anew_once_it_is_mended():
             assert sites.given("a") == []
             await sites.greets("a")
             assert sites.given("a") == [0]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_prompt_is_answered_once_however_often_a_run_goes_back(seed: int):
+    chance = random.Random(seed)
+
+    async def run():
+        async with Sites(("a", "b")) as sites:
+            held: dict[str, set[int]] = {"a": set(), "b": set()}
+            seen = dict.fromkeys(held, 0)
+
+            def look(name: str) -> set[int]:
+                """What a site holds now: what it was given and has neither answered nor forgot."""
+                for each in sites.links.told.get(name, [])[seen[name] :]:
+                    if isinstance(each, Task):
+                        held[name].add(each.uid)
+                    elif isinstance(each, Forget):
+                        held[name] -= set(each.uids)
+                    elif isinstance(each, Welcome):
+                        held[name] &= set(each.wanted)
+                seen[name] = len(sites.links.told.get(name, []))
+                return held[name]
+
+            async def answers(name: str) -> None:
+                uids = sorted(look(name))
+                if uids:
+                    uid = chance.choice(uids)
+                    await sites.finishes(name, uid, version=0)
+                    held[name].discard(uid)
+
+            for name in held:
+                await sites.comes(name)
+            await sites.ask(*range(6))
+            for _ in range(3):
+                for _ in range(chance.randrange(6)):
+                    await answers(chance.choice("ab"))
+                kept = [uid for uid in range(6) if chance.random() < 0.5]  # of the checkpoint
+                for task in sites.tasks.values():
+                    task.cancel()
+                sites.tasks.clear()
+                await sites.start_over(resumed=set(kept), next_uid=6)
+                for name in held:
+                    if chance.random() < 0.5:
+                        await answers(name)  # before it knows
+                    await sites.greets(name, holds=sorted(look(name)))
+                await sites.ask(*kept, 6, 7)
+                for uid in (8, 9):
+                    await sites.ask(uid)
+            for _ in range(40):
+                await answers(chance.choice("ab"))
+            assert all(task.done() for task in sites.tasks.values()), "a prompt is lost"
+            assert {uid: sites.got(uid).prompt.uid for uid in sites.tasks} == {
+                uid: uid for uid in sites.tasks
+            }
+            assert sites.figures("a").faults == sites.figures("b").faults == 0
 
     asyncio.run(run())
 

@@ -210,6 +210,32 @@ def test_a_wrong_digest_is_refused_counted_and_pulled_again(tmp_path: Path, writ
     assert again == -(-len(CONTENT) // 7), "the whole file is pulled once"
 
 
+@pytest.mark.parametrize("remove", [True, False])
+def test_a_file_that_is_changed_here_while_it_arrives_is_pulled_again(
+    tmp_path: Path, written: Written, remove: bool
+):
+    offer, mirror, learner = written.write(1, CONTENT), mirror_of(tmp_path), Learner(written)
+    changed: list[Path] = []
+
+    def change(want: Want, data: bytes) -> bytes:
+        path = next(mirror.path.glob("*.partial/rank*1.safetensors"), None)
+        if path is not None and path.stat().st_size > 7 and not changed:
+            changed.append(path)
+            path.unlink() if remove else path.write_bytes(b"")
+        return data
+
+    async def run() -> None:
+        learner.edit = change
+        pulls = learner.begin(mirror)
+        pulls.offered(offer)
+        await during(pulls, pulls.first())
+        assert pulls.refused["changed_here"] == 1
+
+    asyncio.run(run())
+    assert files_of(mirror.path / offer.name) == files_of(written.stream.path / offer.name)
+    assert learner.said == [f"{changed[0]} was changed while it arrived; it is pulled again"]
+
+
 def test_a_version_that_always_arrives_damaged_is_given_up_for_the_next(
     tmp_path: Path, written: Written
 ):
