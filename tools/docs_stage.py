@@ -25,7 +25,7 @@ NAVIGATION = {
         "losses",
         "rewards",
         "estimators",
-        "studies",
+        "findings",
         "data",
         "verifiers",
         "extending",

@@ -28,6 +28,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.losses.objective import evaluate
 from tests.support.loss_cases import cache_of, draw_rows, problem, student_logp
 from tests.support.paths import ROOT
+from tools import findings_table
 from tools.make_wordy import CHAIN_SEEDS, chain, is_short, wordy
 
 
@@ -282,3 +283,14 @@ def test_no_problem_to_evaluate_on_was_seen_by_either_model():
     prompts = [json.loads(line)["prompt"] for line in lines]
     assert len(set(prompts)) == 512
     assert not known & set(prompts)
+
+
+def test_the_tables_show_means_intervals_and_what_was_not_run():
+    rows = [row("theta", k, seed, 80.0 + 2 * seed - k) for k in (0, 8) for seed in (1, 2)]
+    rows += [row("mc64", 8, 1, 75.0), row("flipped", 0, 1, 1.0)]
+    said = of_study(("theta", "mc64"), table(rows), "flipped")
+    lines = findings_table.of_study("draws", {"source": "Fig. 7", **said})
+    assert lines[0] == "### draws (Fig. 7)"
+    assert "| `theta` | 83.0 ± 12.7 | 75.0 ± 12.7 | - | 2.00 ± 0.00 | 2 ± 0 |" in lines
+    assert "| `mc64` | - | 75.0 | - | 2.00 | 2 |" in lines
+    assert lines[-2] == "`flipped` fails, as it must: 1.0 %"
