@@ -1,0 +1,180 @@
+"""What the study says: ratios overall and by entropy, who holds the variance, top-k's bias."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+
+from benchmarks.prefixes.choice import choices
+from benchmarks.prefixes.enumerate.supports import (
+    CUTS,
+    MONTE_CARLO,
+    TOP_K,
+    UNBIASED,
+    cache_bytes,
+    name_of,
+    wire_bytes,
+)
+from benchmarks.prefixes.figures import ONE, OUTSIDE, Prefixes, Tree, rounded
+from benchmarks.variance.exact import Split
+
+EDGES = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, np.inf)  # nats of the old student's entropy
+QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95, 0.99)
+MC_64 = Split(0, 64)
+SHOWN = (
+    *MONTE_CARLO,
+    Split(4, 4),
+    Split(4, 12),
+    Split(8, 8),
+    Split(16, 48),
+    Split(2, 64, thin=True),
+    Split(4, 64, thin=True),
+    Split(16, 64, thin=True),
+)
+"""Supports that are reported in every bin of entropy."""
+
+
+def report(prefixes: Prefixes) -> Tree:
+    """Return all figures of the study."""
+    return {
+        "responses": int(prefixes.response_N[-1]) + 1,
+        "prefixes": len(prefixes.response_N),
+        "entropy": entropy(prefixes),
+        "sizes": sizes(prefixes),
+        "pairs": [pair_figures(prefixes, age) for age in prefixes.pairs],
+        "choice": choices(prefixes),
+    }
+
+
+def entropy(prefixes: Prefixes) -> Tree:
+    """Return the distribution of the old student's entropy."""
+    nats_N = prefixes.entropy_N
+    counts, _ = np.histogram(nats_N, EDGES)
+    return {
+        "mean_nats": rounded(nats_N.mean()),
+        "quantiles_nats": {str(q): rounded(float(np.quantile(nats_N, q))) for q in QUANTILES},
+        "edges_nats": list(EDGES[:-1]),
+        "prefixes": counts.tolist(),
+        "share_pct": [rounded(100 * count / len(nats_N), 3) for count in counts],
+    }
+
+
+def sizes(prefixes: Prefixes) -> Tree:
+    """Return what each support caches a token: it depends on the old student alone."""
+    found = {}
+    for split in (*UNBIASED, *TOP_K):
+        ids = prefixes.ids(split)
+        found[name_of(split)] = {
+            "cached_ids": rounded(ids),
+            "wire_bytes": rounded(wire_bytes(split, ids)),
+            "cache_bytes": rounded(cache_bytes(ids)),
+        }
+    return found
+
+
+def pair_figures(prefixes: Prefixes, age: str) -> Tree:
+    """Return the figures of one staleness."""
+    columns = prefixes.pairs[age]
+    return {
+        "staleness_updates": int(age),
+        "kl_to_teacher_nats": rounded(columns["kl"].mean()),
+        "kl_to_old_student_nats": rounded(columns["moved"].mean()),
+        "one_draw_variance": rounded(prefixes.variance(age, ONE).mean()),
+        "one_draw_gradient_variance": rounded(prefixes.variance(age, ONE, gradient=True).mean()),
+        "concentration": {
+            name: concentration(prefixes.variance(age, split, gradient=gradient))
+            for name, split, gradient in (
+                ("mc_1", ONE, False),
+                ("mc_1_gradient", ONE, True),
+                ("atoms_tail_4_4", Split(4, 4), False),
+            )
+        },
+        "r": {name_of(s): rounded(prefixes.ratio(age, s)) for s in UNBIASED},
+        "r_gradient": {
+            name_of(s): rounded(prefixes.ratio(age, s, gradient=True)) for s in UNBIASED
+        },
+        "r_seq": {name_of(s): sequence(prefixes, age, s) for s in SHOWN},
+        "top_k": {name: top_k(prefixes, age, name) for name in OUTSIDE},
+        "bins": bins(prefixes, age),
+    }
+
+
+def sequence(prefixes: Prefixes, age: str, split: Split) -> Tree:
+    """Return R_seq with the paths fixed and with paths that vary."""
+    fixed, varying = prefixes.sequence_ratios(age, split)
+    return {"fixed_paths": rounded(fixed), "varying_paths": rounded(varying)}
+
+
+def concentration(variance_N: np.ndarray) -> Tree:
+    """Return who holds the variance: shares of the heaviest prefixes, and how few hold most."""
+    falling_N = np.sort(variance_N)[::-1]
+    share_N = falling_N.cumsum() / falling_N.sum()
+    count = len(falling_N)
+
+    def share_of(part: float) -> float:
+        return rounded(float(share_N[max(1, round(part * count)) - 1]))
+
+    def holding(part: float) -> float:
+        return rounded((int(np.searchsorted(share_N, part)) + 1) / count)
+
+    return {
+        "share_of_heaviest_1pct": share_of(0.01),
+        "share_of_heaviest_10pct": share_of(0.1),
+        "prefixes_that_hold_half": holding(0.5),
+        "prefixes_that_hold_90pct": holding(0.9),
+    }
+
+
+def top_k(prefixes: Prefixes, age: str, outside: str) -> Tree:
+    """Return top-k's bias beside the variance of draws.
+
+    mse_r, mse_r_gradient: the mean squared error of a token over the variance of one draw, to be
+    compared with R. bias_nats: mean over prefixes, which no number of tokens takes away.
+    tokens_until_bias_exceeds_mc_64: in a mean over more tokens the squared bias is larger than the
+    variance of 64 draws.
+    """
+    found = {}
+    noise = float(prefixes.variance(age, MC_64).mean())
+    for k in CUTS[1:]:
+        bias_N = prefixes.bias(age, k, outside)
+        mean = float(bias_N.mean())
+        found[f"top_{k}"] = {
+            "mse_r": rounded(prefixes.top_ratio(age, k, outside)),
+            "mse_r_gradient": rounded(prefixes.top_ratio(age, k, outside, gradient=True)),
+            "bias_nats": rounded(mean),
+            "absolute_bias_nats": rounded(float(np.abs(bias_N).mean())),
+            "tokens_until_bias_exceeds_mc_64": rounded(noise / mean**2) if mean else None,
+        }
+    return found
+
+
+def bins(prefixes: Prefixes, age: str) -> list[Tree]:
+    """Return the figures of one staleness by entropy of the old student."""
+    whole = {g: prefixes.variance(age, ONE, gradient=g).sum() for g in (False, True)}
+    found = []
+    for low, high in pairwise(EDGES):
+        inside_N = (prefixes.entropy_N >= low) & (prefixes.entropy_N < high)
+        if not inside_N.any():
+            continue
+        part = prefixes.only(inside_N)
+        share, gradient_share = (
+            float(part.variance(age, ONE, gradient=g).sum() / whole[g]) for g in (False, True)
+        )
+        found.append(
+            {
+                "from_nats": low,
+                "to_nats": high if np.isfinite(high) else None,
+                "prefixes": int(inside_N.sum()),
+                "kl_to_teacher_nats": rounded(part.pairs[age]["kl"].mean()),
+                "variance_share": rounded(share),
+                "gradient_variance_share": rounded(gradient_share),
+                "cached_ids": {name_of(s): rounded(part.ids(s)) for s in SHOWN},
+                "r": {name_of(s): rounded(part.ratio(age, s)) for s in SHOWN},
+                "r_gradient": {
+                    name_of(s): rounded(part.ratio(age, s, gradient=True)) for s in SHOWN
+                },
+                "top_16_mse_r_gradient": rounded(part.top_ratio(age, 16, "left", gradient=True)),
+            }
+        )
+    return found
