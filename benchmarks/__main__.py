@@ -64,6 +64,7 @@ STUDIES = (
     "sites_simulator",
     "two_sites",
     "sites_chaos",
+    "prefixes",
 )
 WITH_OPTIONS = (
     "step",
@@ -102,6 +103,7 @@ WITH_OPTIONS = (
     "sites_simulator",
     "two_sites",
     "sites_chaos",
+    "prefixes",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

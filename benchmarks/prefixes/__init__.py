@@ -1,6 +1,7 @@
 """Variance of a draw cache on the prefixes of a pretrained model (AsyncOPD App. E).
 
-    python -m benchmarks prefixes [--budget-s S] [--responses N] [--dir runs/prefixes]
+    python -m benchmarks prefixes [--budget-s S] [--responses N] [--ages 1 4 16]
+        [--dir runs/prefixes]
 
 The old student is the pruned model of `make demo-real`; the current student is the same after 0, 1,
 4 and 16 updates of distillation by this project; the teacher is the unpruned model. At every prefix
@@ -9,8 +10,8 @@ over the 49,152 ids (enumerate/), without a draw. Some prefixes are drawn as wel
 code, and two kinds of wrong caches with them (drawn/): `failed` where a sound cache disagrees with
 the enumeration, or a wrong one agrees.
 
-Models, responses and rows stay in the directory. A row is a response, or the drawn caches of a
-staleness; stopped after --budget-s, the study goes on where it was.
+Models, responses and rows stay in the directory. A row is a response at a staleness, or the drawn
+caches of a staleness; stopped after --budget-s, the study goes on where it was.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.prefixes.students import STALENESSES
 from benchmarks.prefixes.study import Budget, run_study
 
 
@@ -28,6 +30,7 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     parser = argparse.ArgumentParser(prog="python -m benchmarks prefixes")
     parser.add_argument("--budget-s", type=float, default=float("inf"))
     parser.add_argument("--responses", type=int, default=88)
+    parser.add_argument("--ages", type=int, nargs="*", default=list(STALENESSES))
     parser.add_argument("--dir", type=Path, default=Path("runs/prefixes"))
     given = parser.parse_args(list(options))
-    return run_study(given.dir, given.responses, Budget(given.budget_s))
+    return run_study(given.dir, given.responses, given.ages, Budget(given.budget_s))

@@ -5,7 +5,7 @@ Axes: N prefixes of all responses, K numbers of atoms, S supports.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,16 +35,11 @@ class Prefixes:
     pairs: dict[str, Columns]
 
     @classmethod
-    def of(cls, rows: Sequence[Tree], ages: Sequence[str]) -> Prefixes:
-        """Join the rows of responses."""
-        lengths = [row["tokens"] for row in rows]
-
-        def joined(key: str) -> Columns:
-            parts = [unpacked(row[key], row["tokens"]) for row in rows]
-            return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-        response_N = np.repeat(np.arange(len(rows)), lengths)
-        return cls(response_N, joined("old"), {age: joined(age) for age in ages})
+    def of(cls, old: Sequence[Tree], pairs: Mapping[str, Sequence[Tree]]) -> Prefixes:
+        """Join the rows of responses; pairs: by staleness, of the same responses in one order."""
+        lengths = [row["tokens"] for row in old]
+        response_N = np.repeat(np.arange(len(old)), lengths)
+        return cls(response_N, _joined(old), {age: _joined(rows) for age, rows in pairs.items()})
 
     def only(self, inside_N: np.ndarray) -> Prefixes:
         """Return the prefixes that a mask picks."""
@@ -118,6 +113,11 @@ def by_name() -> dict[str, Split]:
 def rounded(value: float, digits: int = 4) -> float:
     """Return a number to so many significant digits."""
     return float(f"{value:.{digits}g}")
+
+
+def _joined(rows: Sequence[Tree]) -> Columns:
+    parts = [unpacked(row["columns"], row["tokens"]) for row in rows]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
 
 def _picked(columns: Columns, inside_N: np.ndarray) -> Columns:

@@ -59,20 +59,20 @@ def opd(words: Sequence[str]) -> None:
     subprocess.run(command, check=True, cwd=ROOT, env=os.environ | environment, stdout=sys.stderr)
 
 
-def make_students(directory: Path) -> dict[str, Path]:
+def make_students(directory: Path, ages: Sequence[int]) -> dict[str, Path]:
     """Return the current student's checkpoint by updates; "0" is the old student itself."""
     make_models(BUILD)
     found = {"0": BUILD / "student"}
-    wanted = {str(n): directory / "students" / str(n) for n in STALENESSES}
-    if not all(path.exists() for path in wanted.values()):
-        checkpoints = directory / "run" / "checkpoints"
-        if not all((checkpoints / f"step-{n:06d}").exists() for n in STALENESSES):
-            say("training 16 updates")
-            for words in commands(directory):
-                opd(words)
-        for updates, path in wanted.items():
-            convert(checkpoints / f"step-{int(updates):06d}" / "learner", path)
-    return found | wanted
+    sources = {n: directory / "run" / "checkpoints" / f"step-{n:06d}" for n in ages}
+    wanted = {n: directory / "students" / str(n) for n in ages}
+    if not all(path.exists() or sources[n].exists() for n, path in wanted.items()):
+        say("training 16 updates")
+        for words in commands(directory):
+            opd(words)
+    for n, path in wanted.items():
+        if not path.exists():
+            convert(sources[n] / "learner", path)
+    return found | {str(n): path for n, path in wanted.items()}
 
 
 def convert(source: Path, target: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,13 @@ import torch
 from benchmarks.case_rows import ROOT, append_row, fingerprint_of, kept_rows, say
 from benchmarks.prefixes.drawn.compare import compare_all
 from benchmarks.prefixes.enumerate.tails import Three
-from benchmarks.prefixes.enumerate.walk import Walk, logits_TV, logp, measure_walk
+from benchmarks.prefixes.enumerate.walk import (
+    Walk,
+    logits_TV,
+    logp,
+    measure_old,
+    measure_pair,
+)
 from benchmarks.prefixes.figures import Prefixes, Tree
 from benchmarks.prefixes.report import EDGES, report
 from benchmarks.prefixes.students import (
@@ -29,7 +35,6 @@ from benchmarks.prefixes.students import (
 from examples.smollm2.evaluate import load
 from examples.smollm2.settings import BUILD, REMOVED_LAYERS
 
-DRAWN_AGES = ("1", "16")
 PREFIXES_PER_BIN, CACHES, SEED = 4, 512, 17
 ROW_CODE, DRAWN_CODE = "prefixes/enumerate", "prefixes/drawn"
 Place = tuple[int, int]
@@ -52,65 +57,88 @@ class Models:
     """The students by staleness and the teacher; loaded when they are first needed."""
 
     def __init__(self, paths: Mapping[str, Path]) -> None:
-        self.paths = {**paths, "teacher": BUILD / "teacher"}
+        self.ages = tuple(paths)
+        self._paths = {**paths, "teacher": BUILD / "teacher"}
+        self.weights = {name: weights_hash(path) for name, path in self._paths.items()}
         self._loaded: dict[str, Any] = {}
 
-    def logits(self, walk: Walk) -> dict[str, torch.Tensor]:
-        """Return every model's logits [T, V] along a response."""
-        for name, path in self.paths.items():
+    def hashes(self, age: str) -> list[str]:
+        """Return the weights that a row depends on; "": a row of the old student alone."""
+        return [self.weights[name] for name in (("0", age, "teacher") if age else ("0",))]
+
+    def logits(self, walk: Walk, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return logits [T, V] along a response."""
+        found = {}
+        for name in names:
             if name not in self._loaded:
-                self._loaded[name] = load(path)
-        return {name: logits_TV(model, walk) for name, model in self._loaded.items()}
+                self._loaded[name] = load(self._paths[name])
+            found[name] = logits_TV(self._loaded[name], walk)
+        return found
 
 
-def run_study(directory: Path, responses: int, budget: Budget) -> Tree:
+def run_study(directory: Path, responses: int, ages: Sequence[int], budget: Budget) -> Tree:
     """Make what is missing, and return the figures of all rows that there are."""
     torch.set_num_threads(1)
-    students = make_students(directory)
+    students = make_students(directory, ages)
     walks = make_walks(directory, students["0"])[:responses]
     models = Models(students)
-    hashes = {name: weights_hash(path) for name, path in models.paths.items()}
-    shared = [hashes, _digest(ROOT / "benchmarks" / "variance")]
+    shared = [_digest(ROOT / "benchmarks" / "variance")]
     kept = directory / "rows.jsonl"
     rows = response_rows(kept, walks, models, shared, budget)
+    whole = [walk for walk in walks if all(n in rows for n in names_of(walk, students))]
     figures: Tree = {
         "models": {
             "removed_layers": list(REMOVED_LAYERS),
             "config": CONFIG,
             "commands": [" ".join(["opd", *words]) for words in commands(directory)],
-            "weights_sha256_first_16": hashes,
+            "weights_sha256_first_16": models.weights,
             "responses": f"transformers' generate, temperature 1, at most {TOKENS} tokens",
         },
-        "rows_missing": len(walks) - len(rows),
+        "responses_missing": len(walks) - len(whole),
     }
-    if not rows:
+    if not whole:
         return figures | {"failed": True}
-    prefixes = Prefixes.of(rows, list(students))
+    old = [rows[walk.name] for walk in whole]
+    pairs = {age: [rows[f"{walk.name}@{age}"] for walk in whole] for age in students}
+    prefixes = Prefixes.of(old, pairs)
     figures |= report(prefixes)
-    if len(rows) < len(walks):
+    if len(whole) < len(walks):
         return figures | {"failed": True}
     drawn = drawn_rows(kept, walks, models, places(prefixes), shared, budget)
-    return figures | {"drawn": drawn} | verdict(drawn)
+    return figures | {"drawn": drawn} | verdict(drawn, drawn_ages(models))
+
+
+def names_of(walk: Walk, ages: Iterable[str]) -> list[str]:
+    """Return the names of a response's rows: of the old student, and of each staleness."""
+    return [walk.name, *(f"{walk.name}@{age}" for age in ages)]
 
 
 def response_rows(
     kept: Path, walks: Sequence[Walk], models: Models, shared: list[Any], budget: Budget
-) -> list[Tree]:
-    """Return the rows of responses, measuring those that are missing while there is time."""
+) -> dict[str, Tree]:
+    """Return the rows of responses by name; those missing are measured while there is time."""
     base = fingerprint_of(shared, ROW_CODE)
-    prints = {walk.name: _short([base, walk.prompt, walk.response]) for walk in walks}
+    prints = {
+        name: _short([base, walk.prompt, walk.response, models.hashes(name.partition("@")[2])])
+        for walk in walks
+        for name in names_of(walk, models.ages)
+    }
     rows = kept_rows(kept, prints)
     for walk in walks:
-        if walk.name in rows or budget.spent:
+        missing = [name for name in names_of(walk, models.ages) if name not in rows]
+        if not missing or budget.spent:
             continue
         begin_s = time.monotonic()
-        logits = models.logits(walk)
-        old, teacher = logits["0"], logits.pop("teacher")
-        row = measure_walk(walk, old, teacher, logits)
-        rows[walk.name] = row | {"fingerprint": prints[walk.name]}
-        append_row(kept, rows[walk.name])
-        say(f"{walk.name}: {row['tokens']} prefixes, {time.monotonic() - begin_s:.1f} s")
-    return [rows[walk.name] for walk in walks if walk.name in rows]
+        ages = [name.partition("@")[2] for name in missing]
+        logits = models.logits(walk, {age for age in ages if age} | {"0", "teacher"})
+        for name, age in zip(missing, ages, strict=True):
+            old = logits["0"]
+            columns = measure_pair(old, logits[age], logits["teacher"]) if age else measure_old(old)
+            row = {"name": name, "fingerprint": prints[name], "tokens": len(old)}
+            rows[name] = row | {"columns": columns}
+            append_row(kept, rows[name])
+        say(f"{walk.name}: {len(walk.response)} prefixes, {time.monotonic() - begin_s:.1f} s")
+    return rows
 
 
 def places(prefixes: Prefixes) -> list[Place]:
@@ -125,6 +153,11 @@ def places(prefixes: Prefixes) -> list[Place]:
     return [(int(prefixes.response_N[n]), int(n - starts_N[n])) for n in sorted(chosen)]
 
 
+def drawn_ages(models: Models) -> list[str]:
+    """Return the stalenesses that are drawn: the least above 0 and the largest."""
+    return list(dict.fromkeys((models.ages[min(1, len(models.ages) - 1)], models.ages[-1])))
+
+
 def drawn_rows(
     kept: Path,
     walks: Sequence[Walk],
@@ -134,33 +167,35 @@ def drawn_rows(
     budget: Budget,
 ) -> dict[str, Tree]:
     """Return, by staleness, what drawn caches say at some prefixes."""
-    base = [fingerprint_of(shared, DRAWN_CODE), where, CACHES, SEED]
+    base = [fingerprint_of(shared, ROW_CODE), fingerprint_of(shared, DRAWN_CODE)]
     asked = [[walks[response].prompt, walks[response].response] for response, _ in where]
-    prints = {f"drawn-{age}": _short([base, asked, age]) for age in DRAWN_AGES}
+    ages = drawn_ages(models)
+    prints = {
+        f"drawn-{age}": _short([base, where, asked, CACHES, SEED, models.hashes(age)])
+        for age in ages
+    }
     rows = kept_rows(kept, prints)
-    missing = [age for age in DRAWN_AGES if f"drawn-{age}" not in rows]
-    if missing and not budget.spent:
-        found: dict[str, list[torch.Tensor]] = {}
+    for age in ages:
+        if f"drawn-{age}" in rows or budget.spent:
+            continue
+        begin_s = time.monotonic()
+        found: list[list[torch.Tensor]] = [[], [], []]
         for response, position in where:
-            for name, logits in models.logits(walks[response]).items():
-                found.setdefault(name, []).append(logp(logits[position]).float())
-        stacked = {name: torch.stack(parts) for name, parts in found.items()}
-        for age in missing:
-            if budget.spent:
-                break
-            begin_s = time.monotonic()
-            three = Three(stacked["0"], stacked[age], stacked["teacher"])
-            row = {"name": f"drawn-{age}", "prefixes": len(where), "caches_of_each": CACHES}
-            row |= compare_all(three, CACHES, SEED + int(age))
-            rows[f"drawn-{age}"] = row | {"fingerprint": prints[f"drawn-{age}"]}
-            append_row(kept, rows[f"drawn-{age}"])
-            say(f"drawn at staleness {age}: {time.monotonic() - begin_s:.1f} s")
-    return {age: rows[f"drawn-{age}"] for age in DRAWN_AGES if f"drawn-{age}" in rows}
+            logits = models.logits(walks[response], ("0", age, "teacher"))
+            for parts, name in zip(found, ("0", age, "teacher"), strict=True):
+                parts.append(logp(logits[name][position]).float())
+        three = Three(*(torch.stack(parts) for parts in found))
+        row = {"name": f"drawn-{age}", "fingerprint": prints[f"drawn-{age}"]}
+        row |= {"prefixes": len(where), "caches_of_each": CACHES}
+        rows[f"drawn-{age}"] = row | compare_all(three, CACHES, SEED + int(age))
+        append_row(kept, rows[f"drawn-{age}"])
+        say(f"drawn at staleness {age}: {time.monotonic() - begin_s:.1f} s")
+    return {age: rows[f"drawn-{age}"] for age in ages if f"drawn-{age}" in rows}
 
 
-def verdict(drawn: Mapping[str, Tree]) -> Tree:
+def verdict(drawn: Mapping[str, Tree], ages: Sequence[str]) -> Tree:
     """Return pass or fail of the drawn caches and of the control, and `failed`."""
-    complete = len(drawn) == len(DRAWN_AGES)
+    complete = all(age in drawn for age in ages)
     sound = [each["agrees"] for row in drawn.values() for each in row["sound"].values()]
     wrong = [each["agrees"] for row in drawn.values() for each in row["wrong"].values()]
     found = {

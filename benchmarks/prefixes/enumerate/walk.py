@@ -1,4 +1,4 @@
-"""Rows of the study: one response of the old student, every prefix of it, every staleness.
+"""Rows of the study: every prefix of one response of the old student, at one staleness.
 
 Transformers' float32 models read the response; log-probs are float64 from the logits on.
 """
@@ -6,7 +6,7 @@ Transformers' float32 models read the response; log-probs are float64 from the l
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,22 +35,25 @@ def logits_TV(model: Any, walk: Walk) -> torch.Tensor:
     return model(ids, logits_to_keep=len(walk.response) + 1).logits[0, :-1]
 
 
-def measure_walk(
-    walk: Walk, old: torch.Tensor, teacher: torch.Tensor, now: Mapping[str, torch.Tensor]
-) -> Tree:
-    """Return one row. old, teacher: logits [T, V]; now: the same by staleness, in updates."""
-    parts: dict[str, list[Columns]] = {"old": [], **{age: [] for age in now}}
-    for first in range(0, len(old), CHUNK):
-        rows = slice(first, first + CHUNK)
-        old_TV, teacher_TV = logp(old[rows]), logp(teacher[rows])
-        parts["old"].append(old_columns(old_TV))
-        for age, logits in now.items():
-            parts[age].append(pair_columns(Three(old_TV, logp(logits[rows]), teacher_TV)))
-    return {
-        "name": walk.name,
-        "tokens": len(old),
-        **{key: packed(columns) for key, columns in parts.items()},
-    }
+def measure_old(old: torch.Tensor) -> Tree:
+    """Return what the old student's logits [T, V] decide."""
+    return packed([old_columns(logp(old[rows])) for rows in chunks(old)])
+
+
+def measure_pair(old: torch.Tensor, now: torch.Tensor, teacher: torch.Tensor) -> Tree:
+    """Return what all three models' logits [T, V] decide."""
+    return packed(
+        [
+            pair_columns(Three(logp(old[rows]), logp(now[rows]), logp(teacher[rows])))
+            for rows in chunks(old)
+        ]
+    )
+
+
+def chunks(logits: torch.Tensor) -> Iterator[slice]:
+    """Yield the rows that are enumerated at once."""
+    for first in range(0, len(logits), CHUNK):
+        yield slice(first, first + CHUNK)
 
 
 def logp(logits: torch.Tensor) -> torch.Tensor:

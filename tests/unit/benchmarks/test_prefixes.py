@@ -2,8 +2,8 @@
 
 import itertools
 import math
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +23,7 @@ from benchmarks.prefixes.enumerate.supports import (
     wire_bytes,
 )
 from benchmarks.prefixes.enumerate.tails import SUPPORTS, Three, pair_columns
-from benchmarks.prefixes.enumerate.walk import Walk, measure_walk
+from benchmarks.prefixes.enumerate.walk import Walk, measure_old, measure_pair
 from benchmarks.prefixes.figures import Prefixes
 from benchmarks.prefixes.report import concentration, report
 from benchmarks.variance.caches import draw_caches
@@ -32,7 +32,6 @@ from sglang_bridge.arrays import HEADER_BYTES, narrow_weights, pack, pack_logp, 
 from tests.support.figures import bounded
 
 VOCAB = 300
-AGES = ("0", "4")
 
 
 def normal(seed: int, *shape: int) -> torch.Tensor:
@@ -47,13 +46,15 @@ def three(rows: int, seed: int = 0, spread: float = 0.5) -> Three:
 
 
 def prefixes(lengths: tuple[int, ...] = (7, 5)) -> Prefixes:
-    rows = []
-    for index, length in enumerate(lengths):
-        whole = three(length, seed=10 * index)
-        now = {"0": whole.old_TV, "4": whole.now_TV}
-        walk = Walk(f"response-{index}", [1], [2] * length)
-        rows.append(measure_walk(walk, whole.old_TV, whole.teacher_TV, now))
-    return Prefixes.of(rows, AGES)
+    given = [three(length, seed=10 * index) for index, length in enumerate(lengths)]
+
+    def rows(columns: list[dict[str, str]]) -> list[dict[str, Any]]:
+        return [{"tokens": t, "columns": c} for t, c in zip(lengths, columns, strict=True)]
+
+    fresh = [measure_pair(x.old_TV, x.old_TV, x.teacher_TV) for x in given]
+    stale = [measure_pair(x.old_TV, x.now_TV, x.teacher_TV) for x in given]
+    old = rows([measure_old(x.old_TV) for x in given])
+    return Prefixes.of(old, {"0": rows(fresh), "4": rows(stale)})
 
 
 def test_top_k_is_off_by_what_autograd_says():
@@ -96,7 +97,6 @@ def test_variances_are_those_of_the_enumeration():
                 found.variance("4", split, gradient=gradient), expected(split), rtol=1e-12
             )
     assert found.ratio("4", Split(0, 16)) == pytest.approx(1 / 16)
-    assert found.sequence_ratios("4", Split(0, 1)) == (1.0, 1.0) if len(AGES) == 0 else True
 
 
 @pytest.mark.parametrize("split", [Split(0, 64), Split(4, 12), Split(16, 48), Split(8, 64, True)])
@@ -118,7 +118,7 @@ def test_expected_ids_are_those_that_servers_cache():
     """And top-k's are k and the path, where it is none of them."""
     given = three(1, seed=5)
     sums = given.enumerated()
-    generator, caches = torch.Generator().manual_seed(0), 4000
+    generator, caches = torch.Generator().manual_seed(0), 1000
     for split in (Split(0, 16), Split(4, 12), Split(4, 64, thin=True)):
         drawn = sound(given.rows(0, 1), caches, split, generator)
         counts = torch.bincount(drawn.row_N, minlength=caches).double()
@@ -159,7 +159,7 @@ def test_the_fourth_moment_is_that_of_drawn_losses():
     sums = given.enumerated()
     for split in (Split(0, 3), Split(4, 2)):
         loss = drawn_module.losses(
-            given, split, 40_000, torch.Generator().manual_seed(1), drawn_module.sound
+            given, split, 4000, torch.Generator().manual_seed(1), drawn_module.sound
         )
         fourth = (loss - float(sums.value_T)).pow(4)
         error = float(fourth.std()) / math.sqrt(len(fourth))
@@ -175,10 +175,6 @@ def test_sound_caches_agree_and_wrong_ones_do_not():
     for maker, split in WRONG.values():
         found = compare(narrow, split, 400, torch.Generator().manual_seed(2), maker)
         assert not found["agrees"], found
-    # the comparison reads the current student: with another one the sound caches must fail
-    swapped = replace(narrow, now_TV=narrow.teacher_TV, teacher_TV=narrow.now_TV)
-    loss = compare(swapped, Split(0, 16), 400, torch.Generator().manual_seed(2))
-    assert loss["agrees"]
 
 
 def test_concentration_counts_the_heaviest():
@@ -217,7 +213,7 @@ def test_the_report_holds_every_support_and_bin():
     assert fresh["kl_to_old_student_nats"] == pytest.approx(0)
     assert stale["kl_to_old_student_nats"] > 0.01
     assert set(stale["r"]) == {name_of(split) for split in UNBIASED}
-    assert stale["r_seq"]["mc_64"]["fixed_paths"] == pytest.approx(1 / 64)
+    assert stale["r_seq"]["mc_64"]["fixed_paths"] == pytest.approx(1 / 64, rel=1e-3)
     assert stale["r_seq"]["mc_64"]["varying_paths"] > 1 / 64
     assert sum(part["variance_share"] for part in stale["bins"]) == pytest.approx(1, rel=1e-3)
 
@@ -228,31 +224,39 @@ def test_rows_are_kept_and_made_anew_when_asked_otherwise(
     made: list[str] = []
 
     class Models:
-        def logits(self, walk: Walk) -> dict[str, torch.Tensor]:
+        ages = ("0", "4")
+
+        def hashes(self, age: str) -> list[str]:
+            return [age]
+
+        def logits(self, walk: Walk, names: set[str]) -> dict[str, torch.Tensor]:
             made.append(walk.name)
             given = three(len(walk.response))
-            return {"0": given.old_TV, "4": given.now_TV, "teacher": given.teacher_TV}
+            found = {"0": given.old_TV, "4": given.now_TV, "teacher": given.teacher_TV}
+            return {name: found[name] for name in names}
 
     walks = [Walk(f"response-{n}", [1], [2, 3]) for n in range(2)]
     monkeypatch.setattr(study, "fingerprint_of", lambda asked, _: repr(asked))
 
     def run(shared: list[str], seconds: float) -> int:
         made.clear()
+        models: Any = Models()
         budget = study.Budget(seconds)
-        return len(study.response_rows(tmp_path / "rows.jsonl", walks, Models(), shared, budget))  # type: ignore[arg-type]
+        return len(study.response_rows(tmp_path / "rows.jsonl", walks, models, shared, budget))
 
     assert (run(["a"], 0.0), made) == (0, [])
-    assert (run(["a"], 60.0), len(made)) == (2, 2)
-    assert (run(["a"], 0.0), made) == (2, [])
-    assert (run(["b"], 60.0), len(made)) == (2, 2)
+    assert (run(["a"], 60.0), len(made)) == (6, 2)
+    assert (run(["a"], 0.0), made) == (6, [])
+    assert (run(["b"], 60.0), len(made)) == (6, 2)
 
 
 def test_the_verdict_needs_agreement_and_a_control_that_fails():
     def row(sound: bool, wrong: bool) -> dict[str, object]:
         return {"sound": {"mc_1": {"agrees": sound}}, "wrong": {"sharpened": {"agrees": wrong}}}
 
-    good = {age: row(True, False) for age in study.DRAWN_AGES}
-    assert not study.verdict(good)["failed"]
-    assert study.verdict({study.DRAWN_AGES[0]: row(True, False)})["failed"]
-    assert study.verdict(good | {study.DRAWN_AGES[0]: row(False, False)})["failed"]
-    assert study.verdict(good | {study.DRAWN_AGES[0]: row(True, True)})["failed"]
+    ages = ["1", "16"]
+    good = {age: row(True, False) for age in ages}
+    assert not study.verdict(good, ages)["failed"]
+    assert study.verdict({"1": row(True, False)}, ages)["failed"]
+    assert study.verdict(good | {"1": row(False, False)}, ages)["failed"]
+    assert study.verdict(good | {"1": row(True, True)}, ages)["failed"]
