@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.case_rows import ROOT
 from benchmarks.prefixes import choice, study
 from benchmarks.prefixes.drawn import compare as drawn_module
 from benchmarks.prefixes.drawn.compare import WRONG, compare, fourth_moment, sound
@@ -26,8 +27,11 @@ from benchmarks.prefixes.enumerate.tails import SUPPORTS, Three, pair_columns
 from benchmarks.prefixes.enumerate.walk import Walk, measure_old, measure_pair
 from benchmarks.prefixes.figures import Prefixes
 from benchmarks.prefixes.report import concentration, report
+from benchmarks.prefixes.students import STALENESSES, commands
 from benchmarks.variance.caches import draw_caches
 from benchmarks.variance.exact import Enumerated, Split
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config
 from sglang_bridge.arrays import HEADER_BYTES, narrow_weights, pack, pack_logp, pack_weights
 from tests.support.figures import bounded
 
@@ -260,3 +264,12 @@ def test_the_verdict_needs_agreement_and_a_control_that_fails():
     assert study.verdict({"1": row(True, False)}, ages)["failed"]
     assert study.verdict(good | {"1": row(False, False)}, ages)["failed"]
     assert study.verdict(good | {"1": row(True, True)}, ages)["failed"]
+
+
+def test_the_run_that_makes_the_students_is_a_valid_configuration():
+    for words, updates in zip(commands(Path("somewhere")), (1, max(STALENESSES)), strict=True):
+        settings = [pair for key, pair in itertools.pairwise(words) if key == "--set"]
+        config = load_config(Config, ROOT / words[1], settings)
+        assert config.run.max_steps == updates
+        assert config.run.dir == Path("somewhere/run")
+        assert all(n % config.checkpoint.every == 0 for n in STALENESSES if 1 < n <= updates)
