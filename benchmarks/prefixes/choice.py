@@ -1,11 +1,13 @@
 """Which support to take: the best at the bytes of m iid draws, and the fewest bytes as good.
 
-Bytes are those of all four wires together (enumerate/supports.py), means over the prefixes.
+Bytes are means over the prefixes, of one of two kinds (enumerate/supports.py): those of all four
+wires together, where the weight of an atom takes more than a count of draws does, and those that
+the controller holds, where it does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from benchmarks.prefixes.enumerate.supports import (
     FIXED,
@@ -13,6 +15,7 @@ from benchmarks.prefixes.enumerate.supports import (
     THIN,
     TOP_K,
     UNBIASED,
+    cache_bytes,
     name_of,
     wire_bytes,
 )
@@ -22,43 +25,54 @@ from benchmarks.variance.exact import Split
 BUDGETS = tuple(Split(0, m) for m in (4, 16, 64))
 KINDS = {"monte_carlo": MONTE_CARLO, "fixed": FIXED, "thin": THIN}
 FIGURES = {"loss": False, "gradient": True}
+Meter = Callable[[Split], float]
+"""Says how many bytes a token a support takes."""
 
 
 def choices(prefixes: Prefixes) -> Tree:
-    """Return the best supports by budget, by staleness and for all stalenesses."""
+    """Return, by kind of bytes, the best supports by budget and staleness, and for all."""
     return {
-        "at_equal_bytes": [at_bytes_of(prefixes, budget) for budget in BUDGETS],
-        "as_good_as": [as_good_as(prefixes, wanted) for wanted in BUDGETS],
+        kind: {
+            "at_equal_bytes": [at_bytes_of(prefixes, budget, meter) for budget in BUDGETS],
+            "as_good_as": [as_good_as(prefixes, wanted, meter) for wanted in BUDGETS],
+        }
+        for kind, meter in meters(prefixes).items()
     }
 
 
-def bytes_of(prefixes: Prefixes, split: Split) -> float:
-    """Return a support's bytes a token on the wires."""
-    return wire_bytes(split, prefixes.ids(split))
+def meters(prefixes: Prefixes) -> dict[str, Meter]:
+    """Return the two kinds of bytes."""
+    ids = {split: prefixes.ids(split) for split in (*UNBIASED, *TOP_K)}
+    return {
+        "wire_bytes": lambda split: wire_bytes(split, ids[split]),
+        "cache_bytes": lambda split: cache_bytes(ids[split]),
+    }
 
 
-def within(prefixes: Prefixes, splits: Iterable[Split], budget: float) -> list[Split]:
+def within(meter: Meter, splits: Iterable[Split], budget: float) -> list[Split]:
     """Return the supports that take no more bytes."""
-    return [split for split in splits if bytes_of(prefixes, split) <= budget]
+    return [split for split in splits if meter(split) <= budget]
 
 
-def at_bytes_of(prefixes: Prefixes, monte_carlo: Split) -> Tree:
+def at_bytes_of(prefixes: Prefixes, monte_carlo: Split, meter: Meter) -> Tree:
     """Return the best supports that take no more bytes than some iid draws.
 
     of_monte_carlo: their variance over that of those draws. one_for_all: the support whose largest
     such figure, over stalenesses and over loss and gradient, is least.
     """
-    budget = bytes_of(prefixes, monte_carlo)
-    allowed = {kind: within(prefixes, splits, budget) for kind, splits in KINDS.items()}
-    found: Tree = {"bytes_of": name_of(monte_carlo), "wire_bytes": rounded(budget), "best": []}
+    budget = meter(monte_carlo)
+    allowed = {kind: within(meter, splits, budget) for kind, splits in KINDS.items()}
+    found: Tree = {"bytes_of": name_of(monte_carlo), "bytes": rounded(budget), "best": []}
     for age in prefixes.pairs:
         for figure, gradient in FIGURES.items():
             base = prefixes.ratio(age, monte_carlo, gradient=gradient)
             entry: Tree = {"staleness_updates": int(age), "of": figure}
             for kind, splits in allowed.items():
-                entry[kind] = best(prefixes, age, splits, base, gradient=gradient)
+                entry[kind] = best(prefixes, age, splits, base, meter, gradient=gradient)
             entry |= {
-                f"top_k_{outside}": best_top(prefixes, age, budget, base, outside, gradient)
+                f"top_k_{outside}": best_top(
+                    prefixes, age, within(meter, TOP_K, budget), base, meter, outside, gradient
+                )
                 for outside in OUTSIDE
             }
             found["best"].append(entry)
@@ -66,14 +80,14 @@ def at_bytes_of(prefixes: Prefixes, monte_carlo: Split) -> Tree:
     chosen = min(everything, key=lambda split: worst(prefixes, split, monte_carlo))
     found["one_for_all"] = {
         "support": name_of(chosen),
-        "wire_bytes": rounded(bytes_of(prefixes, chosen)),
+        "bytes": rounded(meter(chosen)),
         "largest_of_monte_carlo": rounded(worst(prefixes, chosen, monte_carlo)),
     }
     return found
 
 
 def best(
-    prefixes: Prefixes, age: str, splits: list[Split], base: float, *, gradient: bool
+    prefixes: Prefixes, age: str, splits: list[Split], base: float, meter: Meter, *, gradient: bool
 ) -> Tree | None:
     """Return the support of least variance; None where none is allowed."""
     if not splits:
@@ -84,15 +98,20 @@ def best(
         "support": name_of(chosen),
         "r": rounded(ratios[chosen]),
         "of_monte_carlo": rounded(ratios[chosen] / base),
-        "wire_bytes": rounded(bytes_of(prefixes, chosen)),
+        "bytes": rounded(meter(chosen)),
     }
 
 
 def best_top(
-    prefixes: Prefixes, age: str, budget: float, base: float, outside: str, gradient: bool
+    prefixes: Prefixes,
+    age: str,
+    allowed: list[Split],
+    base: float,
+    meter: Meter,
+    outside: str,
+    gradient: bool,
 ) -> Tree | None:
     """Return the top-k of least mean squared error; None where none is allowed."""
-    allowed = within(prefixes, TOP_K, budget)
     if not allowed:
         return None
     ratios = {
@@ -103,7 +122,7 @@ def best_top(
         "support": name_of(chosen),
         "mse_r": rounded(ratios[chosen]),
         "of_monte_carlo": rounded(ratios[chosen] / base),
-        "wire_bytes": rounded(bytes_of(prefixes, chosen)),
+        "bytes": rounded(meter(chosen)),
     }
 
 
@@ -117,17 +136,17 @@ def worst(prefixes: Prefixes, split: Split, monte_carlo: Split) -> float:
     )
 
 
-def as_good_as(prefixes: Prefixes, monte_carlo: Split) -> Tree:
+def as_good_as(prefixes: Prefixes, monte_carlo: Split, meter: Meter) -> Tree:
     """Return the support of fewest bytes whose variance is nowhere above that of some iid draws.
 
     Nowhere: at no staleness, of loss and gradient, as means over prefixes.
     """
     good = [split for split in UNBIASED if worst(prefixes, split, monte_carlo) <= 1 + 1e-9]
-    chosen = min(good, key=lambda split: bytes_of(prefixes, split))
+    chosen = min(good, key=meter)
     return {
         "as_good_as": name_of(monte_carlo),
-        "wire_bytes_then": rounded(bytes_of(prefixes, monte_carlo)),
+        "bytes_then": rounded(meter(monte_carlo)),
         "support": name_of(chosen),
-        "wire_bytes": rounded(bytes_of(prefixes, chosen)),
+        "bytes": rounded(meter(chosen)),
         "largest_of_monte_carlo": rounded(worst(prefixes, chosen, monte_carlo)),
     }

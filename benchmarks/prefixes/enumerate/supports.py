@@ -11,8 +11,9 @@ ATOMS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 CUTS = (0, *ATOMS, 64)
 """Numbers of likeliest ids after which the tail's sums are kept; those above 0 are top-k's too."""
 MONTE_CARLO = tuple(Split(0, m) for m in (1, 2, 4, 8, 16, 32, 64))
-FIXED = tuple(Split(k, m) for k in ATOMS for m in (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64))
-THIN = tuple(Split(k, m, thin=True) for k in ATOMS for m in (2, 4, 8, 16, 32, 64))
+DRAWS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 24, 28, 32, 40, 48, 56, 64)
+FIXED = tuple(Split(k, m) for k in ATOMS for m in DRAWS)
+THIN = tuple(Split(k, m, thin=True) for k in ATOMS for m in DRAWS[1:])
 UNBIASED = (*MONTE_CARLO, *FIXED, *THIN)
 TOP_K = tuple(Split(k, 0) for k in CUTS if k)
 

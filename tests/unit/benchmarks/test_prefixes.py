@@ -190,8 +190,8 @@ def test_concentration_counts_the_heaviest():
 
 def test_choices_are_the_best_by_trying_all():
     given = prefixes()
-    for entry in choice.choices(given)["at_equal_bytes"]:
-        budget = entry["wire_bytes"] * 1.0001
+    for entry in choice.choices(given)["wire_bytes"]["at_equal_bytes"]:
+        budget = entry["bytes"] * 1.0001
         monte_carlo = choice.KINDS["monte_carlo"]
         base = next(split for split in monte_carlo if name_of(split) == entry["bytes_of"])
         for best in entry["best"]:
