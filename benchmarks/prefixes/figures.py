@@ -46,6 +46,11 @@ class Prefixes:
         picked = {age: _picked(columns, inside_N) for age, columns in self.pairs.items()}
         return Prefixes(self.response_N[inside_N], _picked(self.old, inside_N), picked)
 
+    def truncated(self, pairs: Mapping[str, Sequence[Tree]]) -> Prefixes:
+        """Return the same prefixes with the figures of truncated ratios; pairs: as in `of`."""
+        joined = {age: self.pairs[age] | _joined(rows) for age, rows in pairs.items()}
+        return Prefixes(self.response_N, self.old, joined)
+
     @property
     def entropy_N(self) -> np.ndarray:
         """Returns the old student's entropy in nats."""

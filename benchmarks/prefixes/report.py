@@ -12,11 +12,11 @@ from benchmarks.prefixes.enumerate.supports import (
     MONTE_CARLO,
     TOP_K,
     UNBIASED,
-    cache_bytes,
     name_of,
     wire_bytes,
 )
 from benchmarks.prefixes.figures import ONE, OUTSIDE, Prefixes, Tree, rounded
+from benchmarks.prefixes.truncated.sums import MAX_RATIO
 from benchmarks.variance.exact import Split
 
 EDGES = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, np.inf)  # nats of the old student's entropy
@@ -35,8 +35,20 @@ SHOWN = (
 """Supports that are reported in every bin of entropy."""
 
 
-def report(prefixes: Prefixes) -> Tree:
-    """Return all figures of the study."""
+REPORTED = tuple(
+    split
+    for split in UNBIASED
+    if split.atoms in (0, 1, 2, 4, 8, 16, 32) and split.draws in (1, 2, 4, 8, 12, 16, 32, 48, 64)
+)
+"""Supports whose overall ratios are reported; choices are made among all."""
+
+
+BIN_FIGURES = ("variance_share", "gradient_variance_share", "r", "r_gradient")
+"""Figures of a bin that are reported with truncated ratios too."""
+
+
+def report(prefixes: Prefixes, truncated: Prefixes) -> Tree:
+    """Return all figures of the study. truncated: the same prefixes with ratios cut at 2."""
     return {
         "responses": int(prefixes.response_N[-1]) + 1,
         "prefixes": len(prefixes.response_N),
@@ -44,6 +56,11 @@ def report(prefixes: Prefixes) -> Tree:
         "sizes": sizes(prefixes),
         "pairs": [pair_figures(prefixes, age) for age in prefixes.pairs],
         "choice": choices(prefixes),
+        "truncated": {
+            "max_ratio": MAX_RATIO,
+            "pairs": [truncated_figures(prefixes, truncated, age) for age in truncated.pairs],
+            "choice": choices(truncated),
+        },
     }
 
 
@@ -63,12 +80,11 @@ def entropy(prefixes: Prefixes) -> Tree:
 def sizes(prefixes: Prefixes) -> Tree:
     """Return what each support caches a token: it depends on the old student alone."""
     found = {}
-    for split in (*UNBIASED, *TOP_K):
+    for split in (*REPORTED, *TOP_K):
         ids = prefixes.ids(split)
         found[name_of(split)] = {
             "cached_ids": rounded(ids),
             "wire_bytes": rounded(wire_bytes(split, ids)),
-            "cache_bytes": rounded(cache_bytes(ids)),
         }
     return found
 
@@ -90,13 +106,61 @@ def pair_figures(prefixes: Prefixes, age: str) -> Tree:
                 ("atoms_tail_4_4", Split(4, 4), False),
             )
         },
-        "r": {name_of(s): rounded(prefixes.ratio(age, s)) for s in UNBIASED},
+        "r": {name_of(s): rounded(prefixes.ratio(age, s)) for s in REPORTED},
         "r_gradient": {
             name_of(s): rounded(prefixes.ratio(age, s, gradient=True)) for s in UNBIASED
         },
+        "r_typical": {name_of(s): typical(prefixes, age, s) for s in SHOWN},
         "r_seq": {name_of(s): sequence(prefixes, age, s) for s in SHOWN},
         "top_k": {name: top_k(prefixes, age, name) for name in OUTSIDE},
         "bins": bins(prefixes, age),
+    }
+
+
+def truncated_figures(whole: Prefixes, cut: Prefixes, age: str) -> Tree:
+    """Return the figures of one staleness with truncated ratios.
+
+    bias_nats: mean of what truncation adds to the loss. mse_r, mse_r_gradient: its mean square over
+    the mean variance of one draw, no support changes it. of_untruncated: variance of one draw over
+    that without truncation.
+    """
+    columns = cut.pairs[age]
+    one, one_gradient = (cut.variance(age, ONE, gradient=g).mean() for g in (False, True))
+    return {
+        "staleness_updates": int(age),
+        "one_draw_variance": rounded(one),
+        "one_draw_gradient_variance": rounded(one_gradient),
+        "of_untruncated": rounded(one / whole.variance(age, ONE).mean()),
+        "bias_nats": rounded(columns["cut_bias"].mean()),
+        "mse_r": rounded((columns["cut_bias"] ** 2).mean() / one),
+        "mse_r_gradient": rounded(columns["cut_gradient_bias"].mean() / one_gradient),
+        "concentration": {
+            "mc_1": concentration(cut.variance(age, ONE)),
+            "mc_1_gradient": concentration(cut.variance(age, ONE, gradient=True)),
+        },
+        "r": {name_of(s): rounded(cut.ratio(age, s)) for s in REPORTED},
+        "r_gradient": {name_of(s): rounded(cut.ratio(age, s, gradient=True)) for s in REPORTED},
+        "r_seq": {name_of(s): sequence(cut, age, s) for s in SHOWN},
+        "top_16_mse_r_gradient": rounded(cut.top_ratio(age, 16, "left", gradient=True)),
+        "bins": [
+            {key: part[key] for key in ("from_nats", "prefixes", *BIN_FIGURES)}
+            for part in bins(cut, age)
+        ],
+    }
+
+
+def typical(prefixes: Prefixes, age: str, split: Split) -> Tree:
+    """Return what a ratio of means hides where few prefixes hold all of the variance.
+
+    median: over prefixes, of each one's own ratio. without_heaviest_1pct: the ratio of means of
+    the prefixes that are not among the 1 % of largest variance of one draw. Of the gradient.
+    """
+    one_N = prefixes.variance(age, ONE, gradient=True)
+    ours_N = prefixes.variance(age, split, gradient=True)
+    light_N = one_N < np.quantile(one_N, 0.99)
+    return {
+        "median": rounded(float(np.median(ours_N / one_N))),
+        "without_heaviest_1pct": rounded(float(ours_N[light_N].mean() / one_N[light_N].mean())),
     }
 
 

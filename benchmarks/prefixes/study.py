@@ -32,11 +32,14 @@ from benchmarks.prefixes.students import (
     make_walks,
     weights_hash,
 )
+from benchmarks.prefixes.truncated.sums import measure_truncated
 from examples.smollm2.evaluate import load
 from examples.smollm2.settings import BUILD, REMOVED_LAYERS
 
 PREFIXES_PER_BIN, CACHES, SEED = 4, 512, 17
-ROW_CODE, DRAWN_CODE = "prefixes/enumerate", "prefixes/drawn"
+ROW_CODE, DRAWN_CODE, CUT_CODE = (f"prefixes/{x}" for x in ("enumerate", "drawn", "truncated"))
+CUT = "/truncated"
+"""Ends the name of a row with truncated ratios."""
 Place = tuple[int, int]
 """A response and a position in it."""
 
@@ -99,9 +102,12 @@ def run_study(directory: Path, responses: int, ages: Sequence[int], budget: Budg
     if not whole:
         return figures | {"failed": True}
     old = [rows[walk.name] for walk in whole]
-    pairs = {age: [rows[f"{walk.name}@{age}"] for walk in whole] for age in students}
+    pairs, cut = (
+        {age: [rows[f"{walk.name}@{age}{end}"] for walk in whole] for age in students}
+        for end in ("", CUT)
+    )
     prefixes = Prefixes.of(old, pairs)
-    figures |= report(prefixes)
+    figures |= report(prefixes, prefixes.truncated(cut))
     if len(whole) < len(walks):
         return figures | {"failed": True}
     drawn = drawn_rows(kept, walks, models, places(prefixes), shared, budget)
@@ -109,8 +115,9 @@ def run_study(directory: Path, responses: int, ages: Sequence[int], budget: Budg
 
 
 def names_of(walk: Walk, ages: Iterable[str]) -> list[str]:
-    """Return the names of a response's rows: of the old student, and of each staleness."""
-    return [walk.name, *(f"{walk.name}@{age}" for age in ages)]
+    """Return the names of a response's rows: of the old student, of each staleness, truncated."""
+    stale = [f"{walk.name}@{age}" for age in ages]
+    return [walk.name, *stale, *(name + CUT for name in stale)]
 
 
 def response_rows(
@@ -118,8 +125,14 @@ def response_rows(
 ) -> dict[str, Tree]:
     """Return the rows of responses by name; those missing are measured while there is time."""
     base = fingerprint_of(shared, ROW_CODE)
+    cut_base = fingerprint_of([base, shared], CUT_CODE)
     prints = {
-        name: _short([base, walk.prompt, walk.response, models.hashes(name.partition("@")[2])])
+        name: _short(
+            [
+                cut_base if name.endswith(CUT) else base,
+                *(walk.prompt, walk.response, models.hashes(age_of(name))),
+            ]
+        )
         for walk in walks
         for name in names_of(walk, models.ages)
     }
@@ -129,11 +142,15 @@ def response_rows(
         if not missing or budget.spent:
             continue
         begin_s = time.monotonic()
-        ages = [name.partition("@")[2] for name in missing]
+        ages = [age_of(name) for name in missing]
         logits = models.logits(walk, {age for age in ages if age} | {"0", "teacher"})
         for name, age in zip(missing, ages, strict=True):
             old = logits["0"]
-            columns = measure_pair(old, logits[age], logits["teacher"]) if age else measure_old(old)
+            if age:
+                measured = measure_truncated if name.endswith(CUT) else measure_pair
+                columns = measured(old, logits[age], logits["teacher"])
+            else:
+                columns = measure_old(old)
             row = {"name": name, "fingerprint": prints[name], "tokens": len(old)}
             rows[name] = row | {"columns": columns}
             append_row(kept, rows[name])
@@ -203,6 +220,11 @@ def verdict(drawn: Mapping[str, Tree], ages: Sequence[str]) -> Tree:
         "control_wrong_caches_are_found": complete and not any(wrong),
     }
     return {"checks": found, "failed": not all(found.values())}
+
+
+def age_of(name: str) -> str:
+    """Return the staleness in a row's name; "" where it has none."""
+    return name.removesuffix(CUT).partition("@")[2]
 
 
 def _short(asked: Any) -> str:

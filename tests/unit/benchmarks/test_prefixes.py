@@ -19,15 +19,15 @@ from benchmarks.prefixes.enumerate.supports import (
     FIXED,
     MONTE_CARLO,
     THIN,
-    UNBIASED,
     name_of,
     wire_bytes,
 )
 from benchmarks.prefixes.enumerate.tails import SUPPORTS, Three, pair_columns
 from benchmarks.prefixes.enumerate.walk import Walk, measure_old, measure_pair
 from benchmarks.prefixes.figures import Prefixes
-from benchmarks.prefixes.report import concentration, report
+from benchmarks.prefixes.report import REPORTED, concentration, report
 from benchmarks.prefixes.students import STALENESSES, commands
+from benchmarks.prefixes.truncated.sums import measure_truncated, truncated_columns
 from benchmarks.variance.caches import draw_caches
 from benchmarks.variance.exact import Enumerated, Split
 from megatron_opd.config.load import load_config
@@ -59,6 +59,49 @@ def prefixes(lengths: tuple[int, ...] = (7, 5)) -> Prefixes:
     stale = [measure_pair(x.old_TV, x.now_TV, x.teacher_TV) for x in given]
     old = rows([measure_old(x.old_TV) for x in given])
     return Prefixes.of(old, {"0": rows(fresh), "4": rows(stale)})
+
+
+def truncated(whole: Prefixes, lengths: tuple[int, ...] = (7, 5)) -> Prefixes:
+    given = [three(length, seed=10 * index) for index, length in enumerate(lengths)]
+    cut: dict[str, list[dict[str, Any]]] = {"0": [], "4": []}
+    for length, x in zip(lengths, given, strict=True):
+        for age, now in (("0", x.old_TV), ("4", x.now_TV)):
+            columns = measure_truncated(x.old_TV, now, x.teacher_TV)
+            cut[age].append({"tokens": length, "columns": columns})
+    return whole.truncated(cut)
+
+
+def test_truncated_sums_are_those_of_one_draw():
+    """Every possible draw of one tail id, beside the atoms; and what truncation adds."""
+    given = three(3, seed=20, spread=1.0)
+    found = truncated_columns(given, 2.0)
+    untouched = truncated_columns(given, math.inf)
+    expected = pair_columns(given)
+    for name in ("noise", "gradient_noise"):
+        torch.testing.assert_close(untouched[name], expected[name], rtol=1e-9, atol=1e-14)
+    for row in range(3):
+        old, now, teacher = (x[row] for x in (given.old_TV, given.now_TV, given.teacher_TV))
+        ratio = (now - old).exp()
+        assert float(ratio.max()) > 2
+        score_VV = torch.eye(VOCAB, dtype=torch.float64) - now.exp()  # row a: e_a - p
+        f = ratio.clamp(max=2.0) * (now - teacher)
+        full = (now.exp() * (now - teacher)) @ score_VV
+        cut = (old.exp() * f) @ score_VV
+        assert float(found["cut_bias"][row]) == pytest.approx(
+            float((old.exp() * f).sum() - (now.exp() * (now - teacher)).sum())
+        )
+        squared = float((cut - full).square().sum())
+        assert float(found["cut_gradient_bias"][row]) == pytest.approx(squared, rel=1e-9)
+        for column, k in ((0, 0), (CUTS.index(4), 4)):
+            tail = old.argsort(descending=True)[k:]
+            mass = old[tail].exp().sum()
+            chance = old[tail].exp() / mass
+            value = mass * f[tail]
+            gradient = value[:, None] * score_VV[tail]
+            variance = chance @ value.square() - (chance @ value) ** 2
+            spread = chance @ gradient.square().sum(1) - (chance @ gradient).square().sum()
+            assert float(found["noise"][row, column]) == pytest.approx(float(variance))
+            assert float(found["gradient_noise"][row, column]) == pytest.approx(float(spread))
 
 
 def test_top_k_is_off_by_what_autograd_says():
@@ -209,16 +252,21 @@ def test_choices_are_the_best_by_trying_all():
 
 
 def test_the_report_holds_every_support_and_bin():
-    found = report(prefixes())
+    whole = prefixes()
+    found = report(whole, truncated(whole))
     assert found["responses"] == 2
     assert sum(found["entropy"]["prefixes"]) == found["prefixes"] == 12
-    assert set(found["sizes"]) == set(SUPPORTS)
+    assert set(found["sizes"]) < set(SUPPORTS)
     fresh, stale = found["pairs"]
     assert fresh["kl_to_old_student_nats"] == pytest.approx(0)
     assert stale["kl_to_old_student_nats"] > 0.01
-    assert set(stale["r"]) == {name_of(split) for split in UNBIASED}
+    assert set(stale["r"]) == {name_of(split) for split in REPORTED}
     assert stale["r_seq"]["mc_64"]["fixed_paths"] == pytest.approx(1 / 64, rel=1e-3)
     assert stale["r_seq"]["mc_64"]["varying_paths"] > 1 / 64
+    cut = found["truncated"]["pairs"]
+    assert cut[0]["bias_nats"] == pytest.approx(0)
+    assert cut[0]["r"] == fresh["r"]  # nothing to cut
+    assert cut[1]["of_untruncated"] < 1
     assert sum(part["variance_share"] for part in stale["bins"]) == pytest.approx(1, rel=1e-3)
 
 
@@ -249,9 +297,9 @@ def test_rows_are_kept_and_made_anew_when_asked_otherwise(
         return len(study.response_rows(tmp_path / "rows.jsonl", walks, models, shared, budget))
 
     assert (run(["a"], 0.0), made) == (0, [])
-    assert (run(["a"], 60.0), len(made)) == (6, 2)
-    assert (run(["a"], 0.0), made) == (6, [])
-    assert (run(["b"], 60.0), len(made)) == (6, 2)
+    assert (run(["a"], 60.0), len(made)) == (10, 2)
+    assert (run(["a"], 0.0), made) == (10, [])
+    assert (run(["b"], 60.0), len(made)) == (10, 2)
 
 
 def test_the_verdict_needs_agreement_and_a_control_that_fails():
