@@ -53,16 +53,26 @@ def frontier(axes: Any, figures: dict[str, Any], pair: dict[str, Any]) -> None:
         ratios = [pair["r_gradient"][name] for name in names]
         style = "o-" if start == "mc_" else "o"
         axes.plot(sizes, ratios, style, color=color, markersize=3, label=title, linewidth=1)
-    for outside, style in (("left", "x"), ("renormalised", "+")):
+    for outside, style in (("left", "x"), ("renormalised", "+")) if "top_k" in pair else ():
         tops = pair["top_k"][outside]
         sizes = [figures["sizes"][name]["wire_bytes"] for name in tops]
         errors = [top["mse_r_gradient"] for top in tops.values()]
         axes.plot(sizes, errors, style + ":", color="#6b7280", label=f"top-k, {outside}: bias²")
+    if "mse_r_gradient" in pair:
+        axes.axhline(
+            pair["mse_r_gradient"], color="#6b7280", linestyle=":", label="truncation: bias²"
+        )
     axes.set(xscale="log", yscale="log", xlabel="bytes a token, all wires")
     axes.set_xlim(left=20, right=MOST_BYTES)
     axes.set_ylabel("gradient: error² / variance of one draw")
-    axes.set_title(f"{pair['staleness_updates']} updates stale")
+    axes.set_title(title_of(pair))
     axes.legend(frameon=False, fontsize="x-small")
+
+
+def title_of(pair: dict[str, Any]) -> str:
+    """Return what a pair is called."""
+    cut = ", ratios cut at 2" if "of_untruncated" in pair else ""
+    return f"{pair['staleness_updates']} updates stale{cut}"
 
 
 def by_entropy(axes: Any, pair: dict[str, Any]) -> None:
@@ -74,13 +84,13 @@ def by_entropy(axes: Any, pair: dict[str, Any]) -> None:
         axes.plot(places, ratios, "o-", color=color, markersize=3, label=label(name))
     axes.set_xticks(places, [edges(part) for part in bins], fontsize="small")
     axes.set(yscale="log", xlabel="entropy of the old student, nats")
-    axes.set_title(f"by entropy, {pair['staleness_updates']} updates stale")
+    axes.set_title(f"by entropy, {title_of(pair)}")
     axes.legend(frameon=False, fontsize="x-small")
 
 
 def shares(axes: Any, figures: dict[str, Any]) -> None:
     """Draw which share of prefixes and of one draw's variance each bin of entropy has."""
-    pairs = figures["pairs"]
+    pairs = figures["truncated"]["pairs"]
     bins = pairs[0]["bins"]
     width = 0.8 / (1 + len(pairs))
     total = figures["prefixes"]
@@ -113,8 +123,7 @@ def main() -> int:
     """Draw the picture."""
     figures = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
     figure, columns = plt.subplots(1, 4, figsize=(18, 4.2), layout="constrained")
-    first = figures["pairs"][min(1, len(figures["pairs"]) - 1)]
-    last = figures["pairs"][-1]
+    first, last = figures["pairs"][0], figures["truncated"]["pairs"][-1]
     frontier(columns[0], figures, first)
     frontier(columns[1], figures, last)
     by_entropy(columns[2], last)

@@ -29,11 +29,17 @@ Meter = Callable[[Split], float]
 """Says how many bytes a token a support takes."""
 
 
-def choices(prefixes: Prefixes) -> Tree:
-    """Return, by kind of bytes, the best supports by budget and staleness, and for all."""
+def choices(prefixes: Prefixes, *, biased: bool = True) -> Tree:
+    """Return, by kind of bytes, the best supports by budget and staleness, and for all.
+
+    biased: top-k, too, whose error is known without truncation alone.
+    """
     return {
         kind: {
-            "at_equal_bytes": [at_bytes_of(prefixes, budget, meter) for budget in BUDGETS],
+            "at_equal_bytes": [
+                at_bytes_of(prefixes, budget, meter, OUTSIDE if biased else ())
+                for budget in BUDGETS
+            ],
             "as_good_as": [as_good_as(prefixes, wanted, meter) for wanted in BUDGETS],
         }
         for kind, meter in meters(prefixes).items()
@@ -54,7 +60,9 @@ def within(meter: Meter, splits: Iterable[Split], budget: float) -> list[Split]:
     return [split for split in splits if meter(split) <= budget]
 
 
-def at_bytes_of(prefixes: Prefixes, monte_carlo: Split, meter: Meter) -> Tree:
+def at_bytes_of(
+    prefixes: Prefixes, monte_carlo: Split, meter: Meter, outsides: Iterable[str]
+) -> Tree:
     """Return the best supports that take no more bytes than some iid draws.
 
     of_monte_carlo: their variance over that of those draws. one_for_all: the support whose largest
@@ -67,13 +75,14 @@ def at_bytes_of(prefixes: Prefixes, monte_carlo: Split, meter: Meter) -> Tree:
         for figure, gradient in FIGURES.items():
             base = prefixes.ratio(age, monte_carlo, gradient=gradient)
             entry: Tree = {"staleness_updates": int(age), "of": figure}
-            for kind, splits in allowed.items():
+            for kind in ("fixed", "thin"):
+                splits = allowed[kind]
                 entry[kind] = best(prefixes, age, splits, base, meter, gradient=gradient)
             entry |= {
                 f"top_k_{outside}": best_top(
                     prefixes, age, within(meter, TOP_K, budget), base, meter, outside, gradient
                 )
-                for outside in OUTSIDE
+                for outside in outsides
             }
             found["best"].append(entry)
     everything = [split for splits in allowed.values() for split in splits]
