@@ -105,7 +105,7 @@ def pair_figures(prefixes: Prefixes, age: str) -> Tree:
         },
         "r": {name_of(s): rounded(prefixes.ratio(age, s)) for s in REPORTED},
         "r_gradient": {
-            name_of(s): rounded(prefixes.ratio(age, s, gradient=True)) for s in UNBIASED
+            name_of(s): rounded(prefixes.ratio(age, s, gradient=True)) for s in REPORTED
         },
         "r_typical": {name_of(s): typical(prefixes, age, s) for s in SHOWN},
         "r_seq": {name_of(s): sequence(prefixes, age, s) for s in SHOWN},
