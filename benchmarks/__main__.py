@@ -65,6 +65,7 @@ STUDIES = (
     "two_sites",
     "sites_chaos",
     "findings",
+    "prefixes",
 )
 WITH_OPTIONS = (
     "step",
@@ -104,6 +105,7 @@ WITH_OPTIONS = (
     "two_sites",
     "sites_chaos",
     "findings",
+    "prefixes",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 
