@@ -15,7 +15,7 @@ from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.e2e
 
-SHORT = {"run.max_steps": "2", "evaluation.problems": "4", "buffer.batch_size": "16"}
+SHORT = {"run.max_steps": "4", "evaluation.problems": "4", "buffer.batch_size": "16"}
 
 
 def made(trial: Trial, run_dir: Path, pair: Pair) -> subprocess.CompletedProcess[str]:
@@ -41,7 +41,7 @@ def test_a_run_after_another_ends_with_the_same_bytes_and_is_refused_without_a_r
         assert first.returncode == 0, first.stderr
         refused = made(at("old_clip", 0, 4), tmp_path / "refused", pair)
         assert refused.returncode == 2
-        assert "already holds version 2 of another run" in refused.stderr
+        assert "already holds version 4 of another run" in refused.stderr
         pair.rewind()
         between = made(at("old_clip", 0, 4), tmp_path / "between", pair)
         assert between.returncode == 0, between.stderr
