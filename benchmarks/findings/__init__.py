@@ -5,6 +5,10 @@
 Runs what is missing of the studies named (all of them by default), keeps a row of each run as it
 ends in benchmarks/results/findings_rows.jsonl, and prints what the rows say. Stopped, it goes on
 where it was; `--budget-s 0` runs nothing. docs/findings.md reads the results.
+
+    python -m benchmarks findings --again N [--draw SEED]
+
+Makes N recorded runs again, drawn at random, and fails unless all of their figures are the same.
 """
 
 from __future__ import annotations
@@ -17,9 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.findings import quantised, wall_clock
+from benchmarks.findings.again import chosen as chosen_of
+from benchmarks.findings.again import made_again
 from benchmarks.findings.figures import of_study, table
 from benchmarks.findings.pool import run_missing
-from benchmarks.findings.rows import Row
+from benchmarks.findings.rows import Row, finished
 from benchmarks.findings.studies import CONTROL, STUDIES, in_turn, studies
 from benchmarks.findings.trial import Study
 from benchmarks.grid.trials import RESULTS, run_commits
@@ -50,10 +56,15 @@ def measure(
     parser.add_argument("--only", nargs="*", choices=sorted(known), help="studies to run")
     parser.add_argument("--budget-s", type=float, default=FOREVER_S, help="begin none after it")
     parser.add_argument("--jobs", type=int, default=JOBS, help="runs beside each other")
+    parser.add_argument("--again", type=int, metavar="N", help="make N recorded runs again")
+    parser.add_argument("--draw", type=int, default=0, help="seed by which those are drawn")
     asked = parser.parse_args(list(options))
     chosen = [known[name] for name in asked.only or known]
     trials = in_turn(chosen)
     with ended_by_sigterm():
+        if asked.again:
+            kept = finished(trials, rows)
+            return made_again(chosen_of(trials, kept, asked.again, asked.draw), kept, asked.jobs)
         found = run_missing(trials, rows, out, jobs=asked.jobs, budget_s=asked.budget_s)
     return {
         "run_commits": run_commits(list(found.values())),

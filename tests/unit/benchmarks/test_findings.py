@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.findings import pool as pool_module
 from benchmarks.findings import rows as rows_module
+from benchmarks.findings.again import chosen, made_again
 from benchmarks.findings.estimators import ESTIMATORS
 from benchmarks.findings.figures import of_study, paired, seeds_needed, slope, slopes, table
 from benchmarks.findings.pool import run_missing
@@ -194,6 +195,30 @@ def test_a_pool_runs_what_is_missing_and_goes_on_where_it_was(
     assert again["k0-m3-1"]["evaluations"] == [{"update": 96, "accuracy_pct": 7.0}]
     assert "urls" not in again["k0-m3-1"]["command"], "it can be repeated without these servers"
     assert not (tmp_path / "out" / "k0-m3-1").exists()
+
+
+def test_recorded_runs_made_again_are_compared_figure_for_figure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fakes = FakeRuns(monkeypatch, {})
+    known = trials(6)
+    kept = run_missing(known, tmp_path / "rows.jsonl", tmp_path / "out", jobs=2, budget_s=60)
+    drawn = chosen(known, kept, 3, seed=1)
+    assert len({trial.name for trial in drawn}) == 3
+    assert drawn != chosen(known, kept, 3, seed=2)
+    assert made_again(drawn, kept, jobs=2) == {
+        "again": {trial.name: [] for trial in drawn},
+        "failed": False,
+    }
+    assert len(fakes.started) == 9
+    other = json.loads(json.dumps(kept[drawn[0].name]))
+    other["curves"]["entropy_nats"] = [0.124]
+    other["summary"]["student_accuracy_after_pct"] = 2.0
+    found = made_again(drawn, {**kept, drawn[0].name: other}, jobs=2)
+    assert found["again"][drawn[0].name] == ["entropy_nats", "student_accuracy_after_pct"]
+    assert found["failed"] is True
+    clock = Trial("clock_mc1", "async", 1, Path("x.yaml"), {})
+    assert chosen([clock], {clock.name: other}, 1, seed=1) == [], "it depends on the clock"
 
 
 def test_a_pool_out_of_time_begins_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
