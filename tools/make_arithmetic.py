@@ -12,7 +12,7 @@ the others.
 import argparse
 import json
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -83,14 +83,14 @@ def write_all(out: Path) -> None:
         tokenizer.save_pretrained(str(out / f"{role}_init"))
 
 
-def main() -> None:
-    """Write everything into --out."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def run(description: str, write: Callable[[Path], None]) -> None:
+    """Write everything into --out. description: of the command, for --help."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
-    write_all(out)
+    write(out)
     print(f"wrote {out}")
 
 
 if __name__ == "__main__":
-    main()
+    run(__doc__.splitlines()[0], write_all)

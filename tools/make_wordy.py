@@ -14,7 +14,6 @@ fifth of all tokens is uncertain and the student's distribution moves far while 
 
 from __future__ import annotations
 
-import argparse
 import random
 import re
 from collections.abc import Callable, Sequence
@@ -34,6 +33,7 @@ from tools.make_arithmetic import (
     SEED,
     SFT_PROBLEMS,
     model_configs,
+    run,
     write_problems,
 )
 
@@ -109,14 +109,5 @@ def write_all(out: Path) -> None:
         tokenizer.save_pretrained(str(out / f"{role}_init"))
 
 
-def main() -> None:
-    """Write everything into --out."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    out = parser.parse_args().out
-    write_all(out)
-    print(f"wrote {out}")
-
-
 if __name__ == "__main__":
-    main()
+    run(__doc__.splitlines()[0], write_all)
