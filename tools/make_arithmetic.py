@@ -83,9 +83,9 @@ def write_all(out: Path) -> None:
         tokenizer.save_pretrained(str(out / f"{role}_init"))
 
 
-def run(description: str, write: Callable[[Path], None]) -> None:
-    """Write everything into --out. description: of the command, for --help."""
-    parser = argparse.ArgumentParser(description=description)
+def run(doc: str | None, write: Callable[[Path], None]) -> None:
+    """Write everything into --out. doc: a module's, whose first line --help shows."""
+    parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     out = parser.parse_args().out
     write(out)
@@ -93,4 +93,4 @@ def run(description: str, write: Callable[[Path], None]) -> None:
 
 
 if __name__ == "__main__":
-    run(__doc__.splitlines()[0], write_all)
+    run(__doc__, write_all)

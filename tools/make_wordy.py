@@ -110,4 +110,4 @@ def write_all(out: Path) -> None:
 
 
 if __name__ == "__main__":
-    run(__doc__.splitlines()[0], write_all)
+    run(__doc__, write_all)
