@@ -134,6 +134,8 @@ def _work(pool: Pool, number: int) -> None:
                 while trial is not None and trial.config == config:
                     started = time.monotonic()
                     row = _run(trial, pool, pair)
+                    if row is None and pool.failed is not None:
+                        return  # it was ended, and nothing begins any more
                     if row is None and attempt == ATTEMPTS:
                         log = last_lines(pool.out / f"{trial.name}.log")
                         raise RuntimeError(f"{trial.name} failed twice:\n{log}")

@@ -197,6 +197,25 @@ def test_a_pool_runs_what_is_missing_and_goes_on_where_it_was(
     assert not (tmp_path / "out" / "k0-m3-1").exists()
 
 
+def test_a_pool_that_is_stopped_begins_nothing_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    fakes = FakeRuns(monkeypatch, {})
+    ended = fakes.run
+
+    def told_to_end(pool: Any, command: list[str], log: Path) -> int:
+        ended(pool, command, log)
+        (tmp_path / "out" / "k0-m0-1" / "summary.json").write_text('{"status": "interrupted"}')
+        pool.stop(KeyboardInterrupt())
+        return 130
+
+    monkeypatch.setattr(pool_module.Pool, "run", told_to_end)
+    with pytest.raises(KeyboardInterrupt):
+        run_missing(trials(2), tmp_path / "rows", tmp_path / "out", jobs=1, budget_s=60)
+    assert fakes.started == ["k0-m0-1"]
+    assert fakes.pairs == 1, "no servers are started for another attempt"
+
+
 def test_recorded_runs_made_again_are_compared_figure_for_figure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
