@@ -12,7 +12,7 @@ from benchmarks.findings.pool import run_missing
 from benchmarks.findings.rows import Row
 from benchmarks.grid.trials import Trial
 
-COMPARED = ("status", "updates", "curves")
+COMPARED = ("status", "updates")
 OF_SUMMARY = ("student_accuracy_after_pct", "probs_diff_max", "distinct_ids_per_token")
 PLAYED_BY_CLOCK = "clock_"  # of the settings whose schedule is not deterministic
 
@@ -34,7 +34,7 @@ def made_again(trials: Sequence[Trial], kept: Mapping[str, Row], jobs: int) -> d
 
 def differences(one: Row, other: Row) -> list[str]:
     """Names what differs between two rows of a run, of all that does not measure time."""
-    found = [key for key in COMPARED if key != "curves" and one[key] != other[key]]
+    found = [key for key in COMPARED if one[key] != other[key]]
     curves: Mapping[str, Any] = one["curves"]
     found += [key for key in curves if curves[key] != other["curves"].get(key)]
     return found + [key for key in OF_SUMMARY if one["summary"][key] != other["summary"][key]]

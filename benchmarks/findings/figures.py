@@ -90,9 +90,7 @@ def at_staleness(rows: Mapping[int, Row]) -> dict[str, Any]:
         "diverged": sum(row["status"] == "diverged" for row in each),
         "accuracy_after_pct": interval([accuracy(row) for row in each]),
         "ratio_p99_of_the_last_updates": interval([level(row, "ratio_p99") for row in each]),
-        "ratio_max": max(
-            (v for row in each for v in row["curves"]["ratio_max"] if v), default=None
-        ),
+        "ratio_max": max(highest(row, "ratio_max") for row in each),
         "entropy_nats_of_the_last_updates": interval([level(row, "entropy_nats") for row in each]),
         "distinct_ids_per_token": interval([r["summary"]["distinct_ids_per_token"] for r in each]),
         "cache_bytes_per_token": interval([r["summary"]["cache_bytes_per_token"] for r in each]),

@@ -114,7 +114,7 @@ def run_missing(
             working = [threads.submit(_work, pool, number) for number in range(workers)]
             try:
                 wait(working)
-            except BaseException as error:  # Ctrl-C, or a signal that `signalled` heeds
+            except BaseException as error:  # Ctrl-C, or SIGTERM where it is heeded as that
                 pool.stop(error)
                 raise
     if pool.failed is not None:

@@ -9,22 +9,20 @@ servers of its own (tests/e2e/test_findings.py).
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.processes import started
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.server.launch import last_lines
 
 ROLES = ("student", "teacher")
-START_S, REQUEST_S, END_S = 300.0, 60.0, 20.0
+START_S, REQUEST_S = 300.0, 60.0
 LOOK_AGAIN_S = 0.5
 
 
@@ -60,35 +58,17 @@ def serving(config: Path, logs: Path, ports: tuple[int, int]) -> Iterator[Pair]:
     log.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    processes: dict[str, subprocess.Popen[bytes]] = {}
-    urls: dict[str, str] = {}
-    try:
-        for port, role in zip(ports, ROLES, strict=True):
-            command = [sys.executable, "-m", "megatron_opd", "serve", role, str(config)]
-            command += ["--set", f"{role}.base_port={port}"]
-            with (logs / f"{role}-{port}.log").open("wb") as output:
-                processes[role] = subprocess.Popen(
-                    command,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    stdin=subprocess.DEVNULL,
-                    env={**os.environ, "OMP_NUM_THREADS": "1"},
-                )
-            urls[role] = f"http://127.0.0.1:{port}"
+    with ExitStack() as stack:
         deadline = time.monotonic() + START_S
-        for role, url in urls.items():
-            port = url.rsplit(":", 1)[1]
-            _await(url, processes[role], logs / f"{role}-{port}.log", deadline)
-        yield Pair(urls)
-    finally:
-        for process in processes.values():
-            process.send_signal(signal.SIGTERM)
-        for process in processes.values():
-            try:
-                process.wait(END_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        begun: list[tuple[str, subprocess.Popen[bytes], Path]] = []
+        for port, role in zip(ports, ROLES, strict=True):
+            log = logs / f"{role}-{port}.log"
+            words = ("serve", role, str(config), "--set", f"{role}.base_port={port}")
+            process = stack.enter_context(started(log, *words))
+            begun.append((f"http://127.0.0.1:{port}", process, log))
+        for url, process, log in begun:
+            _await(url, process, log, deadline)
+        yield Pair(dict(zip(ROLES, (url for url, _, _ in begun), strict=True)))
 
 
 def _await(url: str, process: subprocess.Popen[bytes], log: Path, deadline: float) -> None:
