@@ -32,7 +32,7 @@ from megatron_opd.config.section import (
 )
 from megatron_opd.config.train_files import TrainFiles
 from megatron_opd.config.wording import shown
-from sglang_bridge.weights.formats import Format
+from sglang_bridge.weights.formats import Grid
 
 DEFAULT_TEACHER = "teacher"
 Guard = Annotated[Literal["refuse", "warn", "off"], OFF_IS_A_WORD]
@@ -302,11 +302,12 @@ class WeightSyncConfig(Section):
     host: Host = "127.0.0.1"
     """Host name or IPv4 address on which the learner's rank 0 listens for the servers' ranks during
     a weight sync. What the learner was given counts: it tells the servers."""
-    round_to: Format | None = None
-    """Rounds weight matrices to this format before they are sent (a row's largest magnitude sets
-    its scale), to study the mismatch between learner and a low-precision sampler; null sends them
-    unchanged. Only the values are rounded: the servers hold them in their dtype and save no memory,
-    which student.quantization does. The learner keeps its own precision."""
+    round_to: Grid | None = None
+    """Rounds weight matrices to this grid before they are sent (a row's largest magnitude sets its
+    scale), to study the mismatch between learner and a low-precision sampler; null sends them
+    unchanged. int4 and int3 widen the gap of small models, which eight bits barely move. Only the
+    values are rounded: the servers hold them in their dtype and save no memory, which
+    student.quantization does. The learner keeps its own precision."""
     staging: bool = False
     """Receives weights into shadow buffers while the servers sample, so that they pause only while
     they copy them. Costs each server rank the memory of its share of the weights. type: shards."""

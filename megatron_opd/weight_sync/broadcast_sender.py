@@ -29,7 +29,7 @@ from megatron_opd.weight_sync.broadcast_messages import (
 from megatron_opd.weight_sync.rounding import rounded
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import BucketSpec
-from sglang_bridge.weights.formats import Format
+from sglang_bridge.weights.formats import Grid
 
 
 def plan_buckets(
@@ -64,10 +64,10 @@ class BroadcastSender:
     """
 
     def __init__(
-        self, full: FullTensors, host: str, bucket_bytes: int, round_to: Format | None = None
+        self, full: FullTensors, host: str, bucket_bytes: int, round_to: Grid | None = None
     ) -> None:
         self.source, self._host = full, host
-        self._round_to: Format | None = round_to
+        self._round_to: Grid | None = round_to
         self._buckets = plan_buckets(full.manifest(), full.dtype, bucket_bytes)
         self._store: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None

@@ -17,13 +17,13 @@ from megatron_opd.models.views import View
 from megatron_opd.weight_sync.quantised import reader_of_held
 from sglang_bridge.protocol import WeightPiece
 from sglang_bridge.weights.digest import as_text, signed, slice_digest
-from sglang_bridge.weights.formats import Format, is_quantised, scales_of
+from sglang_bridge.weights.formats import Format, Grid, is_quantised, scales_of
 
 
 def piece_digests(
     full: FullTensors,
     pieces: Sequence[WeightPiece],
-    round_to: Format | None = None,
+    round_to: Grid | None = None,
     format: Format | None = None,
     dtype: str = "float32",
 ) -> list[str]:

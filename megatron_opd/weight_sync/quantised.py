@@ -18,7 +18,7 @@ from megatron_opd.models.views import View, shard_views, views_by_name
 from megatron_opd.weight_sync.row_maxima import reader, row_maxima
 from sglang_bridge.weights import quantise
 from sglang_bridge.weights.exchange import Read
-from sglang_bridge.weights.formats import Format, is_quantised, scales_of
+from sglang_bridge.weights.formats import Format, Grid, is_quantised, scales_of
 
 
 class Quantiser:
@@ -80,7 +80,7 @@ class Quantiser:
 
 
 def reader_of_held(
-    full: FullTensors, round_to: Format | None, format: Format | None, dtype: torch.dtype
+    full: FullTensors, round_to: Grid | None, format: Format | None, dtype: torch.dtype
 ) -> tuple[dict[str, list[View]], Read]:
     """Return the slices that this rank answers for, and what reads them as servers hold them.
 

@@ -9,23 +9,23 @@ from __future__ import annotations
 
 import torch
 
-from sglang_bridge.weights.formats import Format, is_quantised
+from sglang_bridge.weights.formats import Grid, is_quantised
 from sglang_bridge.weights.quantise import dequantised, quantised, row_maxima, row_scales
 
 
 def rounded(
     name: str,
     tensor: torch.Tensor,
-    format: Format | None,
+    grid: Grid | None,
     row_max: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return `tensor` with every row on the grid of `format`, if tensor `name` has one.
+    """Return `tensor` with every row on `grid`, if tensor `name` is one that has one.
 
-    The grid's largest value is the row's largest magnitude: int8 has 255 equal steps, fp8 (e4m3)
-    three bits of mantissa. A row of zeros stays zeros. row_max: [rows, 1], the rows' largest
-    magnitudes where `tensor` has only some of their columns.
+    The grid's largest value is the row's largest magnitude: int8 has 255 equal steps, int4 15 and
+    int3 7, fp8 (e4m3) three bits of mantissa. A row of zeros stays zeros. row_max: [rows, 1], the
+    rows' largest magnitudes where `tensor` has only some of their columns.
     """
-    if format is None or not is_quantised(name, tensor.dim()):
+    if grid is None or not is_quantised(name, tensor.dim()):
         return tensor
-    scales = row_scales(row_maxima(tensor) if row_max is None else row_max, format)
-    return dequantised(quantised(tensor, scales, format), scales, tensor.dtype)
+    scales = row_scales(row_maxima(tensor) if row_max is None else row_max, grid)
+    return dequantised(quantised(tensor, scales, grid), scales, tensor.dtype)

@@ -12,23 +12,23 @@ from megatron_opd.models.gather import Entry, FullTensors
 from megatron_opd.weight_sync.rounding import rounded
 from sglang_bridge.weights import quantise
 from sglang_bridge.weights.exchange import Read, as_it_is
-from sglang_bridge.weights.formats import Format, is_quantised
+from sglang_bridge.weights.formats import Grid, is_quantised
 
 ROWS_AT_ONCE = 1 << 20
 """Rows whose maxima are reduced at once: 4 MB, where a reduction costs its bytes."""
 
 
-def reader(full: FullTensors, format: Format | None) -> Read:
-    """Return what reads a slice of a tensor as a sampler of precision `format` would hold it.
+def reader(full: FullTensors, grid: Grid | None) -> Read:
+    """Return what reads a slice of a tensor as a sampler of that precision would hold it.
 
     Collective over the learner's world. A slice has whole rows, or all rows of some columns.
     """
-    if format is None:
+    if grid is None:
         return as_it_is
     maxima = row_maxima(full)
 
     def read(name: str, view: torch.Tensor) -> torch.Tensor:
-        return rounded(name, view, format, maxima.get(name))
+        return rounded(name, view, grid, maxima.get(name))
 
     return read
 

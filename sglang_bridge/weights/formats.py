@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import Literal
 
 Format = Literal["int8", "fp8"]
+Grid = Literal["int8", "fp8", "int4", "int3"]
+"""What weights can be rounded to: a format, or a coarser grid, which no server holds."""
 HELD_AS: dict[str, str] = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """Names of torch's dtypes of the numbers, by format."""
 SCALE_DTYPE = "float32"

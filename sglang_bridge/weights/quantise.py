@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import torch
 
-from sglang_bridge.weights.formats import HELD_AS, Format
+from sglang_bridge.weights.formats import Grid
 
-LARGEST = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max}
+LARGEST = {"int8": 127.0, "fp8": torch.finfo(torch.float8_e4m3fn).max, "int4": 7.0, "int3": 3.0}
 """The number that stands for a row's largest magnitude."""
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 """Scales are normal numbers, which no device flushes to zero; a row of zeros has this one."""
@@ -23,18 +23,16 @@ def row_maxima(matrix: torch.Tensor) -> torch.Tensor:
     return torch.maximum(-low, high).float()
 
 
-def row_scales(row_max: torch.Tensor, format: Format) -> torch.Tensor:
+def row_scales(row_max: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Return the scales of rows of these largest magnitudes, float32 [rows, 1]."""
-    return (row_max.float() / LARGEST[format]).clamp(min=SMALLEST_SCALE)
+    return (row_max.float() / LARGEST[grid]).clamp(min=SMALLEST_SCALE)
 
 
-def quantised(matrix: torch.Tensor, scales: torch.Tensor, format: Format) -> torch.Tensor:
+def quantised(matrix: torch.Tensor, scales: torch.Tensor, grid: Grid) -> torch.Tensor:
     """Return the numbers nearest to matrix / scales: int8, or float8_e4m3fn."""
-    largest = LARGEST[format]
+    largest = LARGEST[grid]
     steps = (matrix.float() / scales).clamp_(-largest, largest)
-    if format == "int8":
-        steps.round_()
-    return steps.to(getattr(torch, HELD_AS[format]))
+    return steps.to(torch.float8_e4m3fn) if grid == "fp8" else steps.round_().to(torch.int8)
 
 
 def dequantised(

@@ -38,7 +38,7 @@ from sglang_bridge import wire
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.protocol import WeightPiece
 from sglang_bridge.weights import schedule
-from sglang_bridge.weights.formats import Format, item_bytes
+from sglang_bridge.weights.formats import Format, Grid, item_bytes
 from sglang_bridge.weights.lanes import DESCRIPTOR_BYTES
 from tests.support.quantised import held_oracle
 from tests.support.receiving import LosingFleet, ThreadFleet, staged_digests_of
@@ -62,7 +62,7 @@ class Fleet:
     model: str
     servers: tuple[tuple[int, int], ...]
     dtype: str
-    round_to: Format | None = None
+    round_to: Grid | None = None
     quantization: Format | None = None
     staging_bytes: int = 0
     relay: bool = False

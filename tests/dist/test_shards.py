@@ -32,7 +32,7 @@ MOE = [
 # columns of a matrix lie on two ranks, whose rows share a scale
 ROUNDED = [
     Fleet("tied", (TP2,), "bfloat16", "int8"),
-    Fleet("moe", (TP2_EP2, TP1), "float32", "int8"),
+    Fleet("moe", (TP2_EP2, TP1), "float32", "int3"),
     Fleet("moe", (TP2,), "float32", "fp8"),
 ]
 # numbers and scales; a rank of TP4_EP2 holds some columns of an expert, and all scales of its rows

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from megatron_opd.weight_sync.rounding import rounded
-from sglang_bridge.weights.formats import EXACT
+from sglang_bridge.weights.formats import EXACT, Grid
 
-INT8_MAX, FP8 = 127, torch.float8_e4m3fn
+FP8 = torch.float8_e4m3fn
+LARGEST: dict[Grid, int] = {"int8": 127, "int4": 7, "int3": 3}
 NAME = "model.layers.0.mlp.experts.1.up_proj.weight"
 
 
@@ -17,15 +18,17 @@ def weights(dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_rows_have_255_equal_steps_and_the_nearest_one_is_taken(dtype: torch.dtype):
-    exact = weights(dtype)
-    step = exact.float().abs().amax(1, keepdim=True) / INT8_MAX
-    found = rounded(NAME, exact, "int8")
+@pytest.mark.parametrize("grid", LARGEST)
+def test_rows_have_equal_steps_and_the_nearest_one_is_taken(dtype: torch.dtype, grid: Grid):
+    largest, exact = LARGEST[grid], weights(dtype)
+    step = exact.float().abs().amax(1, keepdim=True) / largest
+    found = rounded(NAME, exact, grid)
     assert found.dtype == dtype
-    slack = 1e-5 if dtype == torch.float32 else 2**-8 * INT8_MAX
+    slack = 1e-5 if dtype == torch.float32 else 2**-8 * largest
     assert ((found.float() - exact.float()).abs() <= step * (0.5 + slack)).all()
-    grid = found.float()[:4] / step[:4]
-    assert (grid - grid.round()).abs().max() <= slack
+    steps = found.float()[:4] / step[:4]
+    assert (steps - steps.round()).abs().max() <= slack
+    assert len(steps[2].round().unique()) <= 2 * largest + 1, "more levels than the grid has"
     assert not found[4].any()
     assert (found[1] != exact[1]).float().mean() > 0.5, "rounding must change most weights"
 
