@@ -4,13 +4,16 @@ What an evaluation takes is counted out, since training waits for it. Seconds me
 a machine that does nothing else: run it alone, with `--jobs 1`. Three processes share the cores, so
 the ratio of async to sync is bounded by what they allow; `python -m benchmarks schedules` has the
 throughput of every type, with stages that take about as long as each other too.
+
+The control must fail: with the sign of the advantage turned round the fastest schedule may reach no
+accuracy at all.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from benchmarks.findings.estimators import Overrides, mc
+from benchmarks.findings.estimators import ESTIMATORS, Overrides, mc
 from benchmarks.findings.figures import accuracy
 from benchmarks.findings.rows import Row
 from benchmarks.findings.trial import CHOSEN_LR, CONFIG, LR, SIZE, Study
@@ -32,17 +35,23 @@ RECIPE: Overrides = {
     "evaluation.blocks": "true",
 }
 TARGETS_PCT = (60.0, 70.0, 80.0)
+CONTROL, CONTROLLED = "flipped", ("mc1", "async")
 
 
 def study() -> Study:
-    """Its runs: every schedule and number of draws, seed by seed."""
-    runs = [
-        Trial(f"clock_{draws}", name, seed, CONFIG, SIZE | RECIPE | cached | schedule)
-        for seed in SEEDS
-        for draws, cached in DRAWS.items()
-        for name, schedule in SCHEDULES.items()
-    ]
+    """Its runs: every schedule and number of draws and the control, seed by seed."""
+    runs: list[Trial] = []
+    for seed in SEEDS:
+        runs += [_trial(draws, name, seed, {}) for draws in DRAWS for name in SCHEDULES]
+        runs.append(_trial(*CONTROLLED, seed, ESTIMATORS[CONTROL], CONTROL))
     return Study(NAME, SOURCE, tuple(runs))
+
+
+def _trial(
+    draws: str, schedule: str, seed: int, changed: Overrides, name: str | None = None
+) -> Trial:
+    overrides = SIZE | RECIPE | DRAWS[draws] | SCHEDULES[schedule] | changed
+    return Trial(f"clock_{draws}", name or schedule, seed, CONFIG, overrides)
 
 
 def curve(row: Row) -> list[tuple[float, float]]:
@@ -64,12 +73,26 @@ def said(rows: list[Row]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for draws in DRAWS:
         for name in SCHEDULES:
-            mine = [
-                row for row in rows if row["setting"] == f"clock_{draws}" and row["method"] == name
-            ]
+            mine = _of(rows, draws, name)
             if mine:
                 found.setdefault(draws, {})[name] = _figures(mine)
-    return {"by_draws": found}
+    return {"by_draws": found, "control": _controlled(rows)}
+
+
+def _of(rows: list[Row], draws: str, name: str) -> list[Row]:
+    wanted = (f"clock_{draws}", name)
+    return [row for row in rows if (row["setting"], row["method"]) == wanted]
+
+
+def _controlled(rows: list[Row]) -> dict[str, Any]:
+    """Whether the control fails, as it must: no evaluation of it reaches the least target."""
+    wrong = _of(rows, CONTROLLED[0], CONTROL)
+    reached = [seconds_to(row, TARGETS_PCT[0]) for row in wrong]
+    return {
+        "estimator": CONTROL,
+        "accuracy_after_pct": interval([accuracy(row) for row in wrong]),
+        "fails": all(seconds is None for seconds in reached) if wrong else None,
+    }
 
 
 def _figures(rows: list[Row]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks.findings import pool as pool_module
+from benchmarks.findings import quantised, wall_clock
 from benchmarks.findings import rows as rows_module
 from benchmarks.findings.again import chosen, made_again
 from benchmarks.findings.estimators import ESTIMATORS
@@ -21,6 +22,7 @@ from benchmarks.findings.figures import of_study, paired, seeds_needed, slope, s
 from benchmarks.findings.pool import run_missing
 from benchmarks.findings.servers import Pair
 from benchmarks.findings.studies import FIRST, SEEDS, STALENESS, STUDIES, at, in_turn, studies
+from benchmarks.findings.trial import Study
 from benchmarks.grid.trials import Trial
 from megatron_opd.batching.advantages import columns_of
 from megatron_opd.config.estimator import Estimator
@@ -338,3 +340,61 @@ def test_the_tables_show_means_intervals_and_what_was_not_run():
     assert "| `theta` | 83.0 ± 12.7 | 75.0 ± 12.7 | - | 2.00 ± 0.00 | 2 ± 0 |" in lines
     assert "| `mc64` | - | 75.0 | - | 2.00 | 2 |" in lines
     assert lines[-2] == "`flipped` fails, as it must: 1.0 %"
+
+
+@pytest.mark.parametrize("study", [quantised.study(), wall_clock.study()], ids=lambda s: s.name)
+def test_runs_beside_the_sweeps_are_valid(study: Study, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(ROOT)
+    names = Counter(trial.name for trial in study.trials)
+    assert max(names.values()) == 1
+    for trial in study.trials:
+        config = load_config(Config, trial.config, [f"{k}={v}" for k, v in trial.overrides.items()])
+        assert config.evaluation.blocks
+
+
+def of_setting(setting: str, method: str, seed: int, accuracy: float | None, **changed: Any) -> Any:
+    return row(method, 0, seed, accuracy) | {"setting": setting} | changed
+
+
+def test_every_correction_runs_on_the_widest_gap_and_the_control_on_none():
+    runs = {(t.setting.removeprefix("sampler_"), t.method) for t in quantised.study().trials}
+    by_sampler = Counter(sampler for sampler, _ in runs)
+    assert by_sampler == {"exact": 3, "int3": 7, "int4": 2, "fp8": 2, "int8": 2}
+    assert ("exact", quantised.CONTROL) in runs
+
+
+def test_a_collapse_and_the_sign_of_k1_are_counted():
+    rows = [
+        of_setting("sampler_int3", "none", 1, 2.0),
+        of_setting("sampler_int3", "none", 2, 40.0),
+        of_setting("sampler_exact", "none", 1, 60.0),
+        of_setting("sampler_exact", "flipped", 1, 0.0),
+    ]
+    rows[1]["curves"]["sampler_start_k1_nats"] = [-1.0, 2.0, -0.5, None]
+    said = quantised.said(rows)
+    wide = said["by_sampler"]["int3"]["none"]
+    assert wide["collapsed"] == 1
+    assert wide["accuracy_after_pct"]["mean"] == 21.0
+    assert wide["k1_negative_share"]["mean"] == pytest.approx((0 + 2 / 3) / 2)
+    assert said["control"]["fails"] is True
+    rows[3]["summary"]["student_accuracy_after_pct"] = 61.0
+    assert quantised.said(rows)["control"]["fails"] is False
+    assert quantised.said(rows[:3])["control"]["fails"] is None
+
+
+def test_seconds_to_an_accuracy_leave_out_what_evaluations_took():
+    points = [(20.0, 5.0, 50.0), (40.0, 6.0, 75.0), (60.0, 4.0, 72.0)]
+    evaluations = [
+        {"time_s": time_s, "seconds": seconds, "accuracy_pct": found}
+        for time_s, seconds, found in points
+    ]
+    fast = of_setting("clock_mc1", "async", 1, 72.0, evaluations=evaluations)
+    assert wall_clock.curve(fast) == [(15.0, 50.0), (29.0, 75.0), (45.0, 72.0)]
+    assert wall_clock.seconds_to(fast, 70.0) == 29.0
+    assert wall_clock.seconds_to(fast, 80.0) is None
+    flat = [each | {"accuracy_pct": 3.0} for each in evaluations]
+    wrong = of_setting("clock_mc1", "flipped", 1, 3.0, evaluations=flat)
+    said = wall_clock.said([fast, wrong])
+    assert said["by_draws"]["mc1"]["async"]["seconds_to_pct"]["70"]["mean"] == 29.0
+    assert said["control"]["fails"] is True
+    assert wall_clock.said([fast, fast | {"method": "flipped"}])["control"]["fails"] is False
