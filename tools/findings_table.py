@@ -1,16 +1,17 @@
-"""Print the tables of docs/findings.md from their record.
+"""Fill the tables of docs/findings.md that follow from its record.
 
-    python tools/findings_table.py benchmarks/results/findings.json [STUDY ...]
+    python tools/findings_table.py benchmarks/results/findings.json docs/findings.md
 
-One table a study: accuracy after the run by estimator and staleness, mean over seeds with its 95 %
-interval where there are several; the slope against log2(k + 1), each seed's over the stalenesses
-that it has; the 99th percentile of the ratio at the largest staleness.
+A table stands between `<!-- NAME -->` and `<!-- end NAME -->`; the names are those of TABLES. Where
+several seeds were run a figure is their mean and its 95 % interval.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,45 +20,187 @@ ACCURACY, SLOPE, TAIL = (
     "slope_pct_per_doubling",
     "ratio_p99_of_the_last_updates",
 )
+PILOT_RUN = re.compile(r"k(?P<k>\d+)_(?P<lr>[\dp]+e-\d+)-(?P<estimator>\w+)-\d+")
+PILOT_COLUMNS = (("theta", 0), ("theta", 64), ("mc64", 0), ("mc64", 64))
+
+Said = Mapping[str, Any]
+Lines = list[str]
 
 
-def shown(figure: dict[str, Any], digits: int = 1) -> str:
+def shown(figure: Said | None, digits: int = 1, *, signed: bool = False) -> str:
     """A mean with its interval; a dash where nothing was run."""
-    if figure["mean"] is None:
+    if figure is None or figure["mean"] is None:
         return "-"
     half = figure["half_width_95"]
-    return f"{figure['mean']:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+    mean = f"{figure['mean']:{'+' if signed else ''}.{digits}f}"
+    return mean + ("" if half is None else f" ± {half:.{digits}f}")
 
 
-def of_study(name: str, said: dict[str, Any]) -> list[str]:
-    """The lines of one table, and what its control did."""
-    by_estimator = said["by_estimator"]
-    stalenesses = sorted({int(k) for each in by_estimator.values() for k in each["by_staleness"]})
-    heads = ["", *(f"k = {k}" for k in stalenesses), "slope", "p99 of the ratio", "bytes a token"]
-    lines = [f"### {name} ({said['source']})", "", _row(heads), _row(["---"] * len(heads))]
-    for estimator, each in by_estimator.items():
-        at = {int(k): figures for k, figures in each["by_staleness"].items()}
-        cells = [shown(at[k][ACCURACY]) if k in at else "-" for k in stalenesses]
-        last = at[max(at)]
-        ends = [shown(each[SLOPE]), shown(last[TAIL], 2), shown(last["cache_bytes_per_token"], 0)]
-        lines.append(_row([f"`{estimator}`", *cells, *ends]))
-    control = said["control"]
-    verdict = {True: "fails, as it must", False: "DOES NOT FAIL", None: "not run"}
-    accuracy = shown(control[ACCURACY])
-    return [*lines, "", f"`{control['estimator']}` {verdict[control['fails']]}: {accuracy} %", ""]
+def small(figure: Said) -> str:
+    """A mean that may have any size, with two digits."""
+    return "-" if figure["mean"] is None else f"{figure['mean']:.1e}"
 
 
-def _row(cells: list[str]) -> str:
+def of_rows(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Lines:
+    """The lines of a table."""
+    return [_line(heads), _line(["---"] * len(heads)), *map(_line, rows)]
+
+
+def _line(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
+def swept(studies: Said) -> dict[str, Said]:
+    """The studies of staleness that have rows."""
+    return {name: said for name, said in studies.items() if said.get("by_estimator")}
+
+
+def pilot(studies: Said) -> Lines:
+    """Accuracy by learning rate."""
+    found: dict[str, dict[tuple[str, int], float]] = {}
+    for run in studies["pilot"]["runs"]:
+        name = PILOT_RUN.fullmatch(run["name"])
+        assert name is not None, run["name"]
+        point = (name["estimator"], int(name["k"]))
+        lr = name["lr"].replace("p0", "")
+        found.setdefault(lr, {})[point] = run["student_accuracy_after_pct"]
+    heads = ["learning rate", *(f"`{estimator}`, k = {k}" for estimator, k in PILOT_COLUMNS)]
+    rows = [
+        [lr, *(f"{points[point]:.1f}" for point in PILOT_COLUMNS)]
+        for lr, points in sorted(found.items(), key=lambda item: float(item[0]))
+    ]
+    return of_rows(heads, rows)
+
+
+def sweep(studies: Said) -> Lines:
+    """Accuracy by estimator and staleness, slopes, the ratio's tail and bytes."""
+    found: dict[str, Said] = {}
+    for said in swept(studies).values():
+        found |= said["by_estimator"]
+    stalenesses = sorted({int(k) for each in found.values() for k in each["by_staleness"]})
+    last = str(max(stalenesses))
+    heads = ["", *(f"k = {k}" for k in stalenesses), "slope"]
+    heads += [f"p99 at {last}", f"largest at {last}", "bytes a token"]
+    rows: list[list[str]] = []
+    for name, each in found.items():
+        at = each["by_staleness"]
+        accuracies = [shown(at[str(k)][ACCURACY]) if str(k) in at else "-" for k in stalenesses]
+        end = at[max(at, key=int)]
+        tail = shown(end[TAIL], 2) if last in at else "-"
+        largest = f"{end['ratio_max']:.2g}" if last in at else "-"
+        size = f"{end['cache_bytes_per_token']['mean']:.0f}"
+        rows.append([f"`{name}`", *accuracies, shown(each[SLOPE], 2), tail, largest, size])
+    control = next(iter(swept(studies).values()))["control"]
+    rows.append([f"`{control['estimator']}`", shown(control[ACCURACY]), *["-"] * (len(heads) - 2)])
+    return of_rows(heads, rows)
+
+
+def differences(studies: Said) -> Lines:
+    """Paired differences of accuracies and slopes, and the seeds that 3 points need."""
+    found = {name: said["differences"] for name, said in swept(studies).items()}
+    stalenesses = sorted(
+        {
+            int(k)
+            for pairs in found.values()
+            for each in pairs.values()
+            for k, difference in each["by_staleness"].items()
+            if difference["n"] > 1
+        }
+    )
+    heads = ["", "", *(f"k = {k}" for k in stalenesses), "slope", "seeds for 3 points"]
+    rows: list[list[str]] = []
+    for name, pairs in found.items():
+        for pair, each in pairs.items():
+            at = each["by_staleness"]
+            cells = [shown(at.get(str(k)), signed=True) for k in stalenesses]
+            needed = [
+                at[str(k)]["seeds_for_3_points"] if str(k) in at else None for k in stalenesses
+            ]
+            needs = ", ".join("-" if count is None else str(count) for count in needed)
+            rows.append([name, f"`{pair}`", *cells, shown(each[SLOPE], 2, signed=True), needs])
+    return of_rows(heads, rows)
+
+
+def quantised(studies: Said) -> Lines:
+    """Accuracy, gap, weights, entropy and length by sampler and correction."""
+    heads = ["sampler", "correction", "seeds", "accuracy", "collapsed", "KL(o \\|\\| p0), nats"]
+    heads += ["updates of negative k1", "largest variance of the weight", "entropy", "tokens"]
+    rows: list[list[str]] = []
+    for sampler, by_correction in studies["quantised"]["by_sampler"].items():
+        for name, each in by_correction.items():
+            last = each["of_the_last_updates"]
+            share = each["k1_negative_share"]["mean"]
+            rows.append(
+                [
+                    sampler,
+                    f"`{name}`",
+                    str(len(each["seeds"])),
+                    shown(each[ACCURACY]),
+                    str(each["collapsed"]),
+                    small(last["sampler_start_k3_nats"]),
+                    "-" if share is None else f"{100 * share:.0f} %",
+                    f"{max(each['importance_variance_largest']):.1e}",
+                    shown(last["entropy_nats"], 2),
+                    shown(last["response_tokens_mean"]),
+                ]
+            )
+    return of_rows(heads, rows)
+
+
+def wall_clock(studies: Said) -> Lines:
+    """Throughput, accuracy and seconds to an accuracy by number of draws and schedule."""
+    by_draws = studies["wall_clock"]["by_draws"]
+    each_of = [each for by_schedule in by_draws.values() for each in by_schedule.values()]
+    targets = list(each_of[0]["seconds_to_pct"]) if each_of else []
+    heads = ["draws", "schedule", "seeds", "tokens/s", "staleness", "accuracy after"]
+    heads += [f"seconds to {target} %" for target in targets]
+    rows = [
+        [
+            draws,
+            f"`{schedule}`",
+            str(len(each["seeds"])),
+            shown(each["train_tokens_per_s"], 0),
+            shown(each["staleness_mean_versions"], 2),
+            shown(each[ACCURACY]),
+            *(_reached(each["seconds_to_pct"][target], len(each["seeds"])) for target in targets),
+        ]
+        for draws, by_schedule in by_draws.items()
+        for schedule, each in by_schedule.items()
+    ]
+    return of_rows(heads, rows)
+
+
+def _reached(figure: Said, seeds: int) -> str:
+    """Seconds, and how many runs have reached it where not all have."""
+    there = figure["n"]
+    return shown(figure, 0) + (f" ({there} of {seeds})" if there < seeds else "")
+
+
+TABLES: dict[str, Callable[[Said], Lines]] = {
+    "pilot": pilot,
+    "sweep": sweep,
+    "differences": differences,
+    "quantised": quantised,
+    "wall_clock": wall_clock,
+}
+
+
+def filled(page: str, studies: Said) -> str:
+    """The page with its tables made anew. ValueError: it has no place for one."""
+    for name, table in TABLES.items():
+        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
+        if not place.search(page):
+            raise ValueError(f"no place for table {name}: <!-- {name} --> and <!-- end {name} -->")
+        text = "\n" + "\n".join(table(studies)) + "\n\n"
+        page = place.sub(lambda found, text=text: found[1] + text + found[2], page)
+    return page
+
+
 def main() -> None:
-    """Print what argv names."""
-    record, names = Path(sys.argv[1]), sys.argv[2:]
+    """Fill the page that argv names."""
+    record, page = Path(sys.argv[1]), Path(sys.argv[2])
     studies = json.loads(record.read_text(encoding="utf-8"))["studies"]
-    for name, said in studies.items():
-        if said.get("by_estimator") and (not names or name in names):
-            print("\n".join(of_study(name, said)))
+    page.write_text(filled(page.read_text(encoding="utf-8"), studies), encoding="utf-8")
 
 
 if __name__ == "__main__":

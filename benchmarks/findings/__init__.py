@@ -26,7 +26,7 @@ from benchmarks.findings.again import made_again
 from benchmarks.findings.figures import of_study, table
 from benchmarks.findings.pool import run_missing
 from benchmarks.findings.rows import Row, finished
-from benchmarks.findings.studies import CONTROL, STUDIES, in_turn, studies
+from benchmarks.findings.studies import CONTROL, SWEEPS, in_turn, studies
 from benchmarks.findings.trial import Study
 from benchmarks.grid.trials import RESULTS, run_commits
 
@@ -77,8 +77,8 @@ def _said(study: Study, found: Mapping[str, Row]) -> dict[str, Any]:
     """What the rows of one study say."""
     rows = [found[trial.name] for trial in study.trials if trial.name in found]
     said: dict[str, Any] = {"source": study.source}
-    if study.name in STUDIES:
-        return said | of_study(STUDIES[study.name][1], table(rows), CONTROL)
+    if study.name in SWEEPS:
+        return said | of_study(SWEEPS[study.name].pairs, table(rows), CONTROL)
     for module in (quantised, wall_clock):
         if study.name == module.NAME:
             return said | module.said(rows)

@@ -12,15 +12,24 @@ Overrides = dict[str, str]
 CLIP = "trust: {type: clip, low: 0.2, high: 0.2}"
 PROX = "{type: importance, prox: true}"
 FLIPPED = '{type: "benchmarks.findings.flipped:FlippedReverseKl"}'
-TOP16: Overrides = {
-    "objective": "{type: reverse_kl, outside: renormalise}",
-    "support": "{type: topk, k: 16}",
-}
 
 
 def mc(m: int) -> Overrides:
     """M draws of the sampler at every position."""
     return {"support": f"{{type: mc, m: {m}}}"}
+
+
+def top(k: int) -> Overrides:
+    """The sampler's k likeliest ids, reweighted, both distributions over their sums on the set."""
+    return {
+        "objective": "{type: reverse_kl, outside: renormalise}",
+        "support": f"{{type: topk, k: {k}}}",
+    }
+
+
+def atoms(k: int, m: int) -> Overrides:
+    """The sampler's k likeliest ids exactly, and thin draws of m from the rest."""
+    return {"support": f"{{type: atoms_tail, k: {k}, m: {m}, thin: true}}"}
 
 
 ESTIMATORS: dict[str, Overrides] = {
@@ -42,16 +51,18 @@ ESTIMATORS: dict[str, Overrides] = {
     },
     # stale sets (Fig. 6), all distributions over their sums on the set: RW weighs by p in place of
     # the sampler's probability
-    "top16": TOP16 | {"correction": "{type: none}"},
-    "top16_rw": TOP16,
+    "top16": top(16) | {"correction": "{type: none}"},
+    "top16_rw": top(16),
     # draws (Fig. 7), and draws without the ratio (Fig. 10)
     "mc4": mc(4),
     "mc16": mc(16),
     "mc64": mc(64),
     "theta_no_is": {"correction": "{type: none}"},
     "mc16_no_is": mc(16) | {"correction": "{type: none}"},
-    # ours
-    "atoms4_thin64": {"support": "{type: atoms_tail, k: 4, m: 64, thin: true}"},
+    # ours; 2 atoms have the bytes of 64 draws, 4 atoms those of the 7 likeliest ids
+    "atoms2_thin4": atoms(2, 4),
+    "atoms4_thin64": atoms(4, 64),
+    "top7_rw": top(7),
     "exact": {"support": "{type: exact}"},
     # what bounds the ratio of 64 draws
     "mc64_tis2": mc(64) | {"correction": "{type: truncated, max_ratio: 2.0}"},

@@ -97,30 +97,46 @@ def at_staleness(rows: Mapping[int, Row]) -> dict[str, Any]:
     }
 
 
-def of_study(estimators: Sequence[str], found: Table, control: str) -> dict[str, Any]:
-    """Everything of one study. The first estimator is what the others are compared with."""
-    there = [name for name in estimators if name in found]
-    first = there[0] if there else None
+def of_study(pairs: Sequence[tuple[str, str]], found: Table, control: str) -> dict[str, Any]:
+    """Everything of one study. pairs: (one, other) of which the accuracies are subtracted."""
+    names = dict.fromkeys(name for pair in pairs for name in pair)
     return {
         "by_estimator": {
             name: {
                 "slope_pct_per_doubling": slopes(found[name]),
                 "by_staleness": {k: at_staleness(r) for k, r in sorted(found[name].items())},
             }
-            for name in there
+            for name in names
+            if name in found
         },
-        "minus_the_first": {
-            name: {k: paired(r, found[first].get(k, {})) for k, r in sorted(found[name].items())}
-            for name in there[1:]
-            if first is not None
+        "differences": {
+            f"{one} - {other}": compared(found[one], found[other])
+            for one, other in pairs
+            if one in found and other in found
         },
-        "control": controlled(found, control, first),
+        "control": controlled(found, control, next(iter(names))),
     }
 
 
-def controlled(found: Table, control: str, reference: str | None) -> dict[str, Any]:
-    """Whether the control fails, as it must: worse than the first estimator without delay."""
-    failing, right = found.get(control, {}).get(0, {}), found.get(reference or "", {}).get(0, {})
+def compared(
+    one: Mapping[int, Mapping[int, Row]], other: Mapping[int, Mapping[int, Row]]
+) -> dict[str, Any]:
+    """One estimator less another, by staleness, and their slopes: each seed with itself."""
+    slope_of, slope_of_other = slopes(one)["by_seed"], slopes(other)["by_seed"]
+    steeper = [
+        slope_of[seed] - slope_of_other[seed]
+        for seed in sorted(slope_of.keys() & slope_of_other.keys())
+        if slope_of[seed] is not None and slope_of_other[seed] is not None
+    ]
+    return {
+        "by_staleness": {k: paired(one[k], other[k]) for k in sorted(one.keys() & other.keys())},
+        "slope_pct_per_doubling": interval(steeper),
+    }
+
+
+def controlled(found: Table, control: str, reference: str) -> dict[str, Any]:
+    """Whether the control fails, as it must: worse than an estimator without delay."""
+    failing, right = found.get(control, {}).get(0, {}), found.get(reference, {}).get(0, {})
     shared = sorted(failing.keys() & right.keys())
     return {
         "estimator": control,

@@ -21,7 +21,7 @@ from benchmarks.findings.estimators import ESTIMATORS
 from benchmarks.findings.figures import of_study, paired, seeds_needed, slope, slopes, table
 from benchmarks.findings.pool import run_missing
 from benchmarks.findings.servers import Pair
-from benchmarks.findings.studies import FIRST, SEEDS, STALENESS, STUDIES, at, in_turn, studies
+from benchmarks.findings.studies import FIRST, SEEDS, STALENESS, SWEEPS, at, in_turn, studies
 from benchmarks.findings.trial import Study
 from benchmarks.grid.trials import Trial
 from megatron_opd.batching.advantages import columns_of
@@ -49,6 +49,17 @@ def row(method: str, k: int, seed: int, accuracy: float | None, **curves: list[f
     }
 
 
+EVALUATIONS = [
+    {"time_s": 20.0, "seconds": 5.0, "accuracy_pct": 60.0},
+    {"time_s": 40.0, "seconds": 6.0, "accuracy_pct": 75.0},
+    {"time_s": 60.0, "seconds": 4.0, "accuracy_pct": 72.0},
+]
+
+
+def of_setting(setting: str, method: str, seed: int, accuracy: float | None, **changed: Any) -> Any:
+    return row(method, 0, seed, accuracy) | {"setting": setting} | changed
+
+
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_every_estimator_is_a_valid_run(estimator: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
@@ -70,11 +81,14 @@ def test_a_run_that_studies_share_is_made_once_and_the_telling_ones_come_first()
     every = in_turn(studies())
     assert max(Counter(trial.name for trial in every).values()) == 1
     swept = [trial for trial in every if "_" not in trial.setting]
-    estimators = {name for _, names in STUDIES.values() for name in names}
+    estimators = {name for sweep in SWEEPS.values() for name in sweep.estimators}
+    assert estimators | {"flipped"} == ESTIMATORS.keys()
     first = len(estimators) * FIRST + 2  # and the control at two stalenesses
     assert {trial.seed for trial in swept[:first]} == {SEEDS[0]}
     assert {trial.setting for trial in swept[:first]} == {f"k{k}" for k in STALENESS[:FIRST]}
     assert {trial.setting for trial in swept} == {f"k{k}" for k in STALENESS}
+    seeds = Counter(trial.setting for trial in swept if trial.method == "exact")
+    assert seeds == {f"k{k}": 3 if k in STALENESS[:FIRST] else 1 for k in STALENESS}
 
 
 def test_a_fingerprint_changes_with_estimator_staleness_seed_and_models(
@@ -124,18 +138,24 @@ def test_the_seeds_that_a_difference_needs():
     assert seeds_needed([4.0]) is None
 
 
-def test_a_study_compares_with_its_first_estimator_and_its_control_must_fail():
-    rows = [row("a", k, seed, 80.0 - k) for k in (0, 8) for seed in (1, 2)]
-    rows += [row("b", k, seed, 70.0 - k, ratio_max=[5.0, 9.0]) for k in (0, 8) for seed in (1, 2)]
+def test_a_study_compares_its_pairs_and_its_control_must_fail():
+    rows = [row("a", k, seed, 80.0 - k * seed) for k in (0, 1, 8) for seed in (1, 2)]
+    rows += [row("b", k, seed, 70.0, ratio_max=[5.0, 9.0]) for k in (0, 1, 8) for seed in (1, 2)]
     rows += [row("flipped", 0, seed, 1.0) for seed in (1, 2)]
-    said = of_study(("a", "b", "never_run"), table(rows), "flipped")
-    assert said["minus_the_first"]["b"][8]["mean"] == -10.0
+    said = of_study((("a", "b"), ("a", "never_run")), table(rows), "flipped")
+    found = said["differences"]["a - b"]
+    assert found["by_staleness"][8]["mean"] == 10.0 - 12.0
+    assert found["by_staleness"][8]["seeds_for_3_points"] == math.ceil((2.8 * 32**0.5 / 3) ** 2)
+    lost = slope({0: 80.0, 1: 79.0, 8: 72.0})
+    assert lost is not None
+    assert found["slope_pct_per_doubling"]["mean"] == pytest.approx(1.5 * lost)
+    assert "a - never_run" not in said["differences"]
     assert said["by_estimator"]["b"]["by_staleness"][8]["ratio_max"] == 9.0
     assert "never_run" not in said["by_estimator"]
     assert said["control"]["fails"] is True
     rows[-1] = row("flipped", 0, 2, 81.0)
-    assert of_study(("a", "b"), table(rows), "flipped")["control"]["fails"] is False
-    assert of_study(("a", "b"), table(rows[:4]), "flipped")["control"]["fails"] is None
+    assert of_study((("a", "b"),), table(rows), "flipped")["control"]["fails"] is False
+    assert of_study((("a", "b"),), table(rows[:4]), "flipped")["control"]["fails"] is None
 
 
 def left_by_a_run(run_dir: Path, cause: str | None) -> None:
@@ -331,15 +351,51 @@ def test_no_problem_to_evaluate_on_was_seen_by_either_model():
     assert not known & set(prompts)
 
 
+def record_of(rows: list[Any]) -> dict[str, Any]:
+    beside = [
+        of_setting("sampler_exact", "none", 1, 60.0),
+        of_setting("clock_mc1", "async", 1, 72.0, evaluations=EVALUATIONS),
+        of_setting("clock_mc1", "async", 2, 72.0, evaluations=EVALUATIONS[:1]),
+    ]
+    names = [f"k{k}_5p0e-5-{name}-1" for k in (0, 64) for name in ("theta", "mc64")]
+    said = {
+        "pilot": {"runs": [{"name": n, "student_accuracy_after_pct": 50.0} for n in names]},
+        "draws": of_study((("mc64", "theta"),), table(rows), "flipped"),
+        "quantised": quantised.said(beside[:1]),
+        "wall_clock": wall_clock.said(beside[1:]),
+    }
+    return json.loads(json.dumps(said))
+
+
 def test_the_tables_show_means_intervals_and_what_was_not_run():
     rows = [row("theta", k, seed, 80.0 + 2 * seed - k) for k in (0, 8) for seed in (1, 2)]
-    rows += [row("mc64", 8, 1, 75.0), row("flipped", 0, 1, 1.0)]
-    said = of_study(("theta", "mc64"), table(rows), "flipped")
-    lines = findings_table.of_study("draws", {"source": "Fig. 7", **said})
-    assert lines[0] == "### draws (Fig. 7)"
-    assert "| `theta` | 83.0 ± 12.7 | 75.0 ± 12.7 | - | 2.00 ± 0.00 | 2 ± 0 |" in lines
-    assert "| `mc64` | - | 75.0 | - | 2.00 | 2 |" in lines
-    assert lines[-2] == "`flipped` fails, as it must: 1.0 %"
+    rows += [row("mc64", 8, seed, 75.0 + seed) for seed in (1, 2)]
+    rows += [row("flipped", 0, 1, 1.0)]
+    page = "".join(
+        f"text\n<!-- {name} -->\nold\n<!-- end {name} -->\n" for name in findings_table.TABLES
+    )
+    found = findings_table.filled(page, record_of(rows))
+    assert "old" not in found
+    assert found.count("text\n") == len(findings_table.TABLES)
+    assert findings_table.filled(found, record_of(rows)) == found
+    lines = found.splitlines()
+    assert "| 5e-5 | 50.0 | 50.0 | 50.0 | 50.0 |" in lines
+    assert "| `mc64` | - | 76.5 ± 6.4 | - | 2.00 ± 0.00 | 3 | 2 |" in lines
+    assert "| `theta` | 83.0 ± 12.7 | 75.0 ± 12.7 | - | 2.00 ± 0.00 | 3 | 2 |" in lines
+    assert "| `flipped` | 1.0 | - | - | - | - | - |" in lines
+    assert "| draws | `mc64 - theta` | +1.5 ± 6.4 | - | 1 |" in lines
+    assert any(line.startswith("| exact | `none` | 1 | 60.0 | 0 |") for line in lines)
+    assert any(
+        line.endswith("| 72.0 ± 0.0 | 15 ± 0 | 29 (1 of 2) | - (0 of 2) |") for line in lines
+    ), lines
+    with pytest.raises(ValueError, match="no place for table sweep"):
+        findings_table.filled(page.replace("<!-- sweep -->", ""), record_of(rows))
+
+
+def test_the_tables_of_the_page_are_those_of_the_record():
+    page = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
+    record = json.loads((ROOT / "benchmarks/results/findings.json").read_text(encoding="utf-8"))
+    assert findings_table.filled(page, record["studies"]) == page
 
 
 @pytest.mark.parametrize("study", [quantised.study(), wall_clock.study()], ids=lambda s: s.name)
@@ -350,10 +406,6 @@ def test_runs_beside_the_sweeps_are_valid(study: Study, monkeypatch: pytest.Monk
     for trial in study.trials:
         config = load_config(Config, trial.config, [f"{k}={v}" for k, v in trial.overrides.items()])
         assert config.evaluation.blocks
-
-
-def of_setting(setting: str, method: str, seed: int, accuracy: float | None, **changed: Any) -> Any:
-    return row(method, 0, seed, accuracy) | {"setting": setting} | changed
 
 
 def test_every_correction_runs_on_the_widest_gap_and_the_control_on_none():
@@ -383,16 +435,11 @@ def test_a_collapse_and_the_sign_of_k1_are_counted():
 
 
 def test_seconds_to_an_accuracy_leave_out_what_evaluations_took():
-    points = [(20.0, 5.0, 50.0), (40.0, 6.0, 75.0), (60.0, 4.0, 72.0)]
-    evaluations = [
-        {"time_s": time_s, "seconds": seconds, "accuracy_pct": found}
-        for time_s, seconds, found in points
-    ]
-    fast = of_setting("clock_mc1", "async", 1, 72.0, evaluations=evaluations)
-    assert wall_clock.curve(fast) == [(15.0, 50.0), (29.0, 75.0), (45.0, 72.0)]
+    fast = of_setting("clock_mc1", "async", 1, 72.0, evaluations=EVALUATIONS)
+    assert wall_clock.curve(fast) == [(15.0, 60.0), (29.0, 75.0), (45.0, 72.0)]
     assert wall_clock.seconds_to(fast, 70.0) == 29.0
     assert wall_clock.seconds_to(fast, 80.0) is None
-    flat = [each | {"accuracy_pct": 3.0} for each in evaluations]
+    flat = [each | {"accuracy_pct": 3.0} for each in EVALUATIONS]
     wrong = of_setting("clock_mc1", "flipped", 1, 3.0, evaluations=flat)
     said = wall_clock.said([fast, wrong])
     assert said["by_draws"]["mc1"]["async"]["seconds_to_pct"]["70"]["mean"] == 29.0
