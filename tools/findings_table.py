@@ -123,7 +123,15 @@ def differences(studies: Said) -> Lines:
 
 def quantised(studies: Said) -> Lines:
     """Accuracy, gap, weights, entropy and length by sampler and correction."""
-    heads = ["sampler", "correction", "seeds", "accuracy", "collapsed", "KL(o \\|\\| p0), nats"]
+    heads = [
+        "sampler",
+        "correction",
+        "seeds",
+        "accuracy: learner",
+        "servers",
+        "collapsed",
+        "KL(o \\|\\| p0), nats",
+    ]
     heads += ["updates of negative k1", "largest variance of the weight", "entropy", "tokens"]
     rows: list[list[str]] = []
     for sampler, by_correction in studies["quantised"]["by_sampler"].items():
@@ -135,6 +143,7 @@ def quantised(studies: Said) -> Lines:
                     sampler,
                     f"`{name}`",
                     str(len(each["seeds"])),
+                    shown(each["learner_accuracy_after_pct"]),
                     shown(each[ACCURACY]),
                     str(each["collapsed"]),
                     small(last["sampler_start_k3_nats"]),

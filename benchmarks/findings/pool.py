@@ -23,6 +23,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from benchmarks.findings import exported
 from benchmarks.findings.rows import Row, finished, row_of
 from benchmarks.findings.servers import Pair, serving
 from benchmarks.grid.trials import DIVERGED, Trial
@@ -166,5 +167,11 @@ def _run(trial: Trial, pool: Pool, pair: Pair) -> Row | None:
     if code and not diverged:
         return None
     row = row_of(trial, run_dir, "diverged" if diverged else "finished")
+    checkpoint = exported.exported_by(run_dir)
+    if checkpoint is not None:
+        found, log = run_dir / "exported.json", pool.out / f"{trial.name}.eval.log"
+        if pool.run(exported.command(trial.config, checkpoint, found), log):
+            return None
+        row["summary"][exported.KEY] = exported.accuracy_pct(found)
     shutil.rmtree(run_dir)
     return row

@@ -7,6 +7,9 @@ scale, none and tis_2, on the other grids and on the exact sampler, where a corr
 nothing. Activations are not rounded: on a CPU no server computes with numbers of one byte.
 UPDATES is how long a run that does not collapse is given.
 
+Two accuracies: of what the servers hold, which is rounded, and of the learner's own weights, by
+`opd eval` of the checkpoint that the run exports.
+
 The control must fail: GRPO with the sign of its advantage turned round, on the exact sampler.
 """
 
@@ -15,6 +18,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.findings.estimators import Overrides
+from benchmarks.findings.exported import KEY
 from benchmarks.findings.figures import accuracy, highest, level
 from benchmarks.findings.rows import Row
 from benchmarks.findings.trial import CONFIG, SIZE, Study
@@ -22,7 +26,7 @@ from benchmarks.grid.statistics import interval
 from benchmarks.grid.trials import Trial
 
 NAME, SOURCE = "quantised", "TIS Figs. 1-6"
-UPDATES = 240
+UPDATES = 144
 SEEDS = (1, 2, 3)
 SAMPLERS = {"exact": "null", "int3": "int3", "int4": "int4", "fp8": "fp8", "int8": "int8"}
 WIDE, ENDS = "int3", ("none", "tis_2")
@@ -46,6 +50,7 @@ RECIPE: Overrides = {
     "learner.num_mini_batches": "2",
     "learner.optimizer.lr": "1.0e-4",
     "evaluation.every": "48",
+    "checkpoint.export_hf": "true",
     "evaluation.blocks": "true",
 }
 COLLAPSED_PCT = 5.0  # accuracy below which nothing is left of the student
@@ -114,6 +119,7 @@ def _figures(rows: list[Row]) -> dict[str, Any]:
         "diverged": sum(row["status"] == "diverged" for row in rows),
         "collapsed": sum(accuracy(row) < COLLAPSED_PCT for row in rows),
         "accuracy_after_pct": interval([accuracy(row) for row in rows]),
+        KEY: interval([row["summary"].get(KEY) for row in rows]),
         "k1_negative_share": interval([_negative_share(row) for row in rows]),
         "importance_variance_largest": [highest(row, "importance_variance") for row in rows],
         "truncated_fraction_mean": interval([level(row, "truncated_fraction") for row in rows]),

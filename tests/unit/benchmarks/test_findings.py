@@ -6,6 +6,7 @@ import random
 import threading
 from collections import Counter
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,11 @@ class FakeRuns:
 
     def run(self, pool: Any, command: list[str] | None = None, log: Path | None = None) -> int:
         command, log = (pool, command) if log is None else (command, log)
+        if "eval" in command:
+            out = Path(command[command.index("--out") + 1])
+            assert (out.parent / "checkpoints" / "final").is_dir()
+            out.write_text(json.dumps({"rows": [{"accuracy_pct": 64.5}]}))
+            return 0
         values = dict(each.split("=", 1) for each in command if "=" in each)
         run_dir = Path(values["run.dir"])
         assert values["student.urls"].startswith('["http://127.0.0.1:')
@@ -195,6 +201,8 @@ class FakeRuns:
             cause = causes.pop(0) if causes else None
         log.write_text("the log's last line")
         left_by_a_run(run_dir, cause)
+        if values.get("checkpoint.export_hf") == "true":
+            (run_dir / "checkpoints" / "final").mkdir(parents=True)
         return 0 if cause is None else 1
 
 
@@ -217,6 +225,18 @@ def test_a_pool_runs_what_is_missing_and_goes_on_where_it_was(
     assert again["k0-m3-1"]["evaluations"] == [{"update": 96, "accuracy_pct": 7.0}]
     assert "urls" not in again["k0-m3-1"]["command"], "it can be repeated without these servers"
     assert not (tmp_path / "out" / "k0-m3-1").exists()
+
+
+def test_the_checkpoint_of_a_run_that_exports_one_is_evaluated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    FakeRuns(monkeypatch, {})
+    (plain,) = trials(1)
+    exporting = replace(plain, method="exporting", overrides={"checkpoint.export_hf": "true"})
+    rows = tmp_path / "rows.jsonl"
+    found = run_missing([plain, exporting], rows, tmp_path / "out", jobs=1, budget_s=60)
+    assert found[exporting.name]["summary"]["learner_accuracy_after_pct"] == 64.5
+    assert "learner_accuracy_after_pct" not in found[plain.name]["summary"]
 
 
 def test_a_pool_that_is_stopped_begins_nothing_anew(
@@ -384,7 +404,7 @@ def test_the_tables_show_means_intervals_and_what_was_not_run():
     assert "| `theta` | 83.0 ± 12.7 | 75.0 ± 12.7 | - | 2.00 ± 0.00 | 3 | 2 |" in lines
     assert "| `flipped` | 1.0 | - | - | - | - | - |" in lines
     assert "| draws | `mc64 - theta` | +1.5 ± 6.4 | - | 1 |" in lines
-    assert any(line.startswith("| exact | `none` | 1 | 60.0 | 0 |") for line in lines)
+    assert any(line.startswith("| exact | `none` | 1 | - | 60.0 | 0 |") for line in lines)
     assert any(
         line.endswith("| 72.0 ± 0.0 | 15 ± 0 | 29 (1 of 2) | - (0 of 2) |") for line in lines
     ), lines
