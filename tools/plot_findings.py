@@ -1,15 +1,18 @@
 """Draw the studies of docs/findings.md from their record.
 
-    python tools/plot_findings.py benchmarks/results/findings.json docs/findings.png
+    python tools/plot_findings.py benchmarks/results/findings.json docs
 
-One panel a study: accuracy after the run by staleness, the mean over seeds and its 95 % interval
-where there are several. The last panel is AsyncOPD's Fig. 5: the 99th percentile of the ratio.
+findings.png: one panel a study, accuracy after the run by staleness, the mean over seeds and its
+95 % interval where there are several; the last panel is AsyncOPD's Fig. 5, the 99th percentile of
+the ratio. findings_quantised.png: TIS, by correction, on the widest grid. findings_seconds.png:
+accuracy against seconds of training, a line a run.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,19 @@ import matplotlib as mpl
 mpl.use("Agg")
 import matplotlib.pyplot as plt
 
-COLORS = ("#1d4ed8", "#d97706", "#b91c1c", "#059669", "#7c3aed")
+COLORS = ("#1d4ed8", "#d97706", "#b91c1c", "#059669", "#7c3aed", "#0891b2", "#4b5563")
 COLUMNS = 3
 ACCURACY, TAIL = "accuracy_after_pct", "ratio_p99_of_the_last_updates"
 TAIL_OF = "surrogates"
+WIDE = "int3"
+WHOSE = {"learner_accuracy_after_pct": "learner's weights", ACCURACY: "servers' weights"}
+CURVES = {
+    "reward_mean": "reward",
+    "sampler_start_k1_nats": "k1 estimate of KL(o || p0), nats",
+    "sampler_start_k3_nats": "k3 estimate, nats",
+    "entropy_nats": "entropy, nats",
+    "response_tokens_mean": "tokens a response",
+}
 
 
 def draw(axes: Any, by_estimator: dict[str, Any], figure: str) -> None:
@@ -52,17 +64,10 @@ def draw(axes: Any, by_estimator: dict[str, Any], figure: str) -> None:
     axes.legend(fontsize=7)
 
 
-def main() -> None:
-    """Draw what argv names."""
-    record, out = Path(sys.argv[1]), Path(sys.argv[2])
-    studies = json.loads(record.read_text(encoding="utf-8"))["studies"]
+def staleness(studies: dict[str, Any], out: Path) -> None:
+    """Draw every study of staleness, and the ratio's tail."""
     swept = {name: said for name, said in studies.items() if said.get("by_estimator")}
-    count = len(swept) + 1
-    rows = -(-count // COLUMNS)
-    figure, grid = plt.subplots(
-        rows, COLUMNS, figsize=(4.2 * COLUMNS, 3.1 * rows), layout="constrained", squeeze=False
-    )
-    panels = list(grid.flat)
+    panels, save = _panels(len(swept) + 1, out)
     for axes, (name, said) in zip(panels, swept.items(), strict=False):
         draw(axes, said["by_estimator"], ACCURACY)
         axes.set_title(f"{name} ({said['source']})", fontsize=9)
@@ -73,9 +78,84 @@ def main() -> None:
         draw(axes, swept[TAIL_OF]["by_estimator"], TAIL)
         axes.set_yscale("log")
         axes.set_title("99th percentile of the ratio (AsyncOPD Fig. 5)", fontsize=9)
+    save()
+
+
+def quantised(studies: dict[str, Any], out: Path) -> None:
+    """Draw accuracy by correction, and what happens during the runs on the widest grid."""
+    by_correction = studies["quantised"]["by_sampler"].get(WIDE, {})
+    block = studies["quantised"]["block"]
+    panels, save = _panels(1 + len(CURVES), out)
+    axes = panels[0]
+    for shift, (figure, label) in enumerate(WHOSE.items()):
+        axes.bar(
+            [place + 0.4 * shift for place in range(len(by_correction))],
+            [each[figure]["mean"] or 0.0 for each in by_correction.values()],
+            yerr=[each[figure]["half_width_95"] or 0.0 for each in by_correction.values()],
+            width=0.38,
+            capsize=2,
+            color=COLORS[shift],
+            label=label,
+        )
+    axes.set_xticks([place + 0.2 for place in range(len(by_correction))], list(by_correction))
+    axes.tick_params(axis="x", labelsize=7)
+    axes.set_ylim(0, 100)
+    axes.set_title("accuracy after, %", fontsize=9)
+    axes.legend(fontsize=7)
+    for axes, (curve, title) in zip(panels[1:], CURVES.items(), strict=True):
+        for color, (name, each) in zip(COLORS, by_correction.items(), strict=False):
+            points = each["by_block"][curve]
+            updates = [block * (number + 1) for number in range(len(points))]
+            axes.plot(updates, points, color=color, label=name, linewidth=1.2)
+        axes.set_title(title, fontsize=9)
+        axes.set_xlabel("updates")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=6)
+    save()
+
+
+def seconds(studies: dict[str, Any], out: Path) -> None:
+    """Draw accuracy against seconds of training, a line a run."""
+    by_draws = studies["wall_clock"]["by_draws"]
+    panels, save = _panels(max(1, len(by_draws)), out)
+    for axes, (draws, by_schedule) in zip(panels, by_draws.items(), strict=False):
+        for color, (name, each) in zip(COLORS, by_schedule.items(), strict=False):
+            for number, points in enumerate(each["curves"]):
+                label = None if number else name
+                axes.plot(*zip(*points, strict=True), color=color, label=label, linewidth=1.0)
+        axes.set_title(f"{draws} (AsyncOPD Figs. 11-12)", fontsize=9)
+        axes.set_xlabel("seconds of training")
+        axes.set_ylabel("accuracy, %")
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    save()
+
+
+def _panels(count: int, out: Path) -> tuple[list[Any], Callable[[], None]]:
+    """So many panels, and what writes them to a file."""
+    columns = min(COLUMNS, count)
+    rows = -(-count // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(4.2 * columns, 3.1 * rows), layout="constrained", squeeze=False
+    )
+    panels = list(grid.flat)
     for axes in panels[count:]:
         axes.axis("off")
-    figure.savefig(out, dpi=110)
+
+    def save() -> None:
+        figure.savefig(out, dpi=110)
+        plt.close(figure)
+
+    return panels[:count], save
+
+
+def main() -> None:
+    """Draw what argv names."""
+    record, out = Path(sys.argv[1]), Path(sys.argv[2])
+    studies = json.loads(record.read_text(encoding="utf-8"))["studies"]
+    staleness(studies, out / "findings.png")
+    quantised(studies, out / "findings_quantised.png")
+    seconds(studies, out / "findings_seconds.png")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ The control must fail: GRPO with the sign of its advantage turned round, on the 
 
 from __future__ import annotations
 
+import statistics
 from typing import Any
 
 from benchmarks.findings.estimators import Overrides
@@ -54,7 +55,14 @@ RECIPE: Overrides = {
     "evaluation.blocks": "true",
 }
 COLLAPSED_PCT = 5.0  # accuracy below which nothing is left of the student
-MIN_MAX = ("entropy_nats", "response_tokens_mean", "sampler_start_k1_nats", "sampler_start_k3_nats")
+OF_THE_END = (
+    "entropy_nats",
+    "response_tokens_mean",
+    "sampler_start_k1_nats",
+    "sampler_start_k3_nats",
+)
+DRAWN = ("reward_mean", *OF_THE_END)
+BLOCK = 12  # updates that a point of a drawn curve averages
 
 
 def study() -> Study:
@@ -93,7 +101,7 @@ def said(rows: list[Row]) -> dict[str, Any]:
             mine = _of(rows, sampler, name)
             if mine:
                 found.setdefault(sampler, {})[name] = _figures(mine)
-    return {"updates": UPDATES, "by_sampler": found, "control": _controlled(rows)}
+    return {"updates": UPDATES, "block": BLOCK, "by_sampler": found, "control": _controlled(rows)}
 
 
 def _of(rows: list[Row], sampler: str, name: str) -> list[Row]:
@@ -124,9 +132,20 @@ def _figures(rows: list[Row]) -> dict[str, Any]:
         "importance_variance_largest": [highest(row, "importance_variance") for row in rows],
         "truncated_fraction_mean": interval([level(row, "truncated_fraction") for row in rows]),
         "of_the_last_updates": {
-            curve: interval([level(row, curve) for row in rows]) for curve in MIN_MAX
+            curve: interval([level(row, curve) for row in rows]) for curve in OF_THE_END
         },
+        "by_block": {curve: by_block(rows, curve) for curve in DRAWN},
     }
+
+
+def by_block(rows: list[Row], curve: str) -> list[float | None]:
+    """A curve's means over BLOCK updates and all seeds; null where no row has a value."""
+    found: list[float | None] = []
+    for start in range(0, max(len(row["curves"][curve]) for row in rows), BLOCK):
+        each = [value for row in rows for value in row["curves"][curve][start : start + BLOCK]]
+        known = [value for value in each if value is not None]
+        found.append(statistics.fmean(known) if known else None)
+    return found
 
 
 def _negative_share(row: Row) -> float | None:
