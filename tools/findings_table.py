@@ -157,23 +157,21 @@ def quantised(studies: Said) -> Lines:
 
 
 def wall_clock(studies: Said) -> Lines:
-    """Throughput, accuracy and seconds to an accuracy by number of draws and schedule."""
-    by_draws = studies["wall_clock"]["by_draws"]
-    each_of = [each for by_schedule in by_draws.values() for each in by_schedule.values()]
-    targets = list(each_of[0]["seconds_to_pct"]) if each_of else []
-    heads = ["draws", "schedule", "seeds", "tokens/s", "staleness", "accuracy after"]
+    """Throughput, accuracy and seconds to an accuracy by schedule."""
+    by_schedule = studies["wall_clock"]["by_schedule"]
+    targets = list(next(iter(by_schedule.values()))["seconds_to_pct"]) if by_schedule else []
+    heads = ["schedule", "seeds", "tokens/s", "overlap", "staleness", "accuracy after"]
     heads += [f"seconds to {target} %" for target in targets]
     rows = [
         [
-            draws,
             f"`{schedule}`",
             str(len(each["seeds"])),
             shown(each["train_tokens_per_s"], 0),
+            shown(each["overlap"], 2),
             shown(each["staleness_mean_versions"], 2),
             shown(each[ACCURACY]),
             *(_reached(each["seconds_to_pct"][target], len(each["seeds"])) for target in targets),
         ]
-        for draws, by_schedule in by_draws.items()
         for schedule, each in by_schedule.items()
     ]
     return of_rows(heads, rows)

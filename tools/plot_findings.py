@@ -116,17 +116,17 @@ def quantised(studies: dict[str, Any], out: Path) -> None:
 
 def seconds(studies: dict[str, Any], out: Path) -> None:
     """Draw accuracy against seconds of training, a line a run."""
-    by_draws = studies["wall_clock"]["by_draws"]
-    panels, save = _panels(max(1, len(by_draws)), out)
-    for axes, (draws, by_schedule) in zip(panels, by_draws.items(), strict=False):
-        for color, (name, each) in zip(COLORS, by_schedule.items(), strict=False):
-            for number, points in enumerate(each["curves"]):
-                label = None if number else name
-                axes.plot(*zip(*points, strict=True), color=color, label=label, linewidth=1.0)
-        axes.set_title(f"{draws} (AsyncOPD Figs. 11-12)", fontsize=9)
-        axes.set_xlabel("seconds of training")
-        axes.set_ylabel("accuracy, %")
-        axes.grid(alpha=0.3)
+    (axes,), save = _panels(1, out)
+    by_schedule = studies["wall_clock"]["by_schedule"]
+    for color, (name, each) in zip(COLORS, by_schedule.items(), strict=False):
+        for number, points in enumerate(each["curves"]):
+            label = None if number else name
+            axes.plot(*zip(*points, strict=True), color=color, label=label, linewidth=1.0)
+    axes.set_title("AsyncOPD Figs. 11-12", fontsize=9)
+    axes.set_xlabel("seconds of training")
+    axes.set_ylabel("accuracy, %")
+    axes.grid(alpha=0.3)
+    if by_schedule:
         axes.legend(fontsize=7)
     save()
 

@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.findings import wall_clock
 from benchmarks.findings.pool import run_missing
 from benchmarks.findings.rows import Row
 from benchmarks.grid.trials import Trial
 
 COMPARED = ("status", "updates")
 OF_SUMMARY = ("student_accuracy_after_pct", "probs_diff_max", "distinct_ids_per_token")
-PLAYED_BY_CLOCK = "clock_"  # of the settings whose schedule is not deterministic
 
 
 def chosen(trials: Sequence[Trial], kept: Mapping[str, Row], count: int, seed: int) -> list[Trial]:
     """Some trials, drawn at random, of those that have a row and do not depend on the clock."""
-    there = [t for t in trials if t.name in kept and not t.setting.startswith(PLAYED_BY_CLOCK)]
+    there = [t for t in trials if t.name in kept and t.setting != wall_clock.SETTING]
     return random.Random(seed).sample(there, min(count, len(there)))
 
 

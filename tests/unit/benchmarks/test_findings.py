@@ -278,7 +278,7 @@ def test_recorded_runs_made_again_are_compared_figure_for_figure(
     found = made_again(drawn, {**kept, drawn[0].name: other}, jobs=2)
     assert found["again"][drawn[0].name] == ["entropy_nats", "student_accuracy_after_pct"]
     assert found["failed"] is True
-    clock = Trial("clock_mc1", "async", 1, Path("x.yaml"), {})
+    clock = Trial("clock", "async", 1, Path("x.yaml"), {})
     assert chosen([clock], {clock.name: other}, 1, seed=1) == [], "it depends on the clock"
 
 
@@ -374,8 +374,8 @@ def test_no_problem_to_evaluate_on_was_seen_by_either_model():
 def record_of(rows: list[Any]) -> dict[str, Any]:
     beside = [
         of_setting("sampler_exact", "none", 1, 60.0),
-        of_setting("clock_mc1", "async", 1, 72.0, evaluations=EVALUATIONS),
-        of_setting("clock_mc1", "async", 2, 72.0, evaluations=EVALUATIONS[:1]),
+        of_setting("clock", "async", 1, 72.0, evaluations=EVALUATIONS),
+        of_setting("clock", "async", 2, 72.0, evaluations=EVALUATIONS[:1]),
     ]
     names = [f"k{k}_5p0e-5-{name}-1" for k in (0, 64) for name in ("theta", "mc64")]
     said = {
@@ -455,13 +455,13 @@ def test_a_collapse_and_the_sign_of_k1_are_counted():
 
 
 def test_seconds_to_an_accuracy_leave_out_what_evaluations_took():
-    fast = of_setting("clock_mc1", "async", 1, 72.0, evaluations=EVALUATIONS)
+    fast = of_setting("clock", "async", 1, 72.0, evaluations=EVALUATIONS)
     assert wall_clock.curve(fast) == [(15.0, 60.0), (29.0, 75.0), (45.0, 72.0)]
     assert wall_clock.seconds_to(fast, 70.0) == 29.0
     assert wall_clock.seconds_to(fast, 80.0) is None
     flat = [each | {"accuracy_pct": 3.0} for each in EVALUATIONS]
-    wrong = of_setting("clock_mc1", "flipped", 1, 3.0, evaluations=flat)
+    wrong = of_setting("clock", "flipped", 1, 3.0, evaluations=flat)
     said = wall_clock.said([fast, wrong])
-    assert said["by_draws"]["mc1"]["async"]["seconds_to_pct"]["70"]["mean"] == 29.0
+    assert said["by_schedule"]["async"]["seconds_to_pct"]["70"]["mean"] == 29.0
     assert said["control"]["fails"] is True
     assert wall_clock.said([fast, fast | {"method": "flipped"}])["control"]["fails"] is False
