@@ -20,7 +20,7 @@ from typing import Any
 
 from benchmarks.findings.estimators import Overrides
 from benchmarks.findings.exported import KEY
-from benchmarks.findings.figures import accuracy, highest, level
+from benchmarks.findings.figures import accuracy, controlled, highest, level
 from benchmarks.findings.rows import Row
 from benchmarks.findings.trial import CONFIG, SIZE, Study
 from benchmarks.grid.statistics import interval
@@ -101,24 +101,20 @@ def said(rows: list[Row]) -> dict[str, Any]:
             mine = _of(rows, sampler, name)
             if mine:
                 found.setdefault(sampler, {})[name] = _figures(mine)
-    return {"updates": UPDATES, "block": BLOCK, "by_sampler": found, "control": _controlled(rows)}
+    wrong, right = (
+        {row["seed"]: row for row in _of(rows, "exact", name)} for name in (CONTROL, "none")
+    )
+    return {
+        "updates": UPDATES,
+        "block": BLOCK,
+        "by_sampler": found,
+        "control": controlled(CONTROL, wrong, right),
+    }
 
 
 def _of(rows: list[Row], sampler: str, name: str) -> list[Row]:
     wanted = (f"sampler_{sampler}", name)
     return [row for row in rows if (row["setting"], row["method"]) == wanted]
-
-
-def _controlled(rows: list[Row]) -> dict[str, Any]:
-    """Whether the control fails, as it must: worse than uncorrected GRPO, seed by seed."""
-    right = {row["seed"]: accuracy(row) for row in _of(rows, "exact", "none")}
-    wrong = {row["seed"]: accuracy(row) for row in _of(rows, "exact", CONTROL)}
-    shared = right.keys() & wrong.keys()
-    return {
-        "estimator": CONTROL,
-        "accuracy_after_pct": interval(list(wrong.values())),
-        "fails": all(wrong[seed] < right[seed] for seed in shared) if shared else None,
-    }
 
 
 def _figures(rows: list[Row]) -> dict[str, Any]:
