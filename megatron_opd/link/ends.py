@@ -91,7 +91,6 @@ class LinkServer(End):
             for name in peers
         }
         self._routes = Routes(list(peers))
-        self._known: set[int] = set()
         self._start("link server")
 
     @property
@@ -144,16 +143,15 @@ class LinkServer(End):
         poller.register(self._gate.monitor, zmq.POLLIN)
         while True:
             await poller.poll()
-            ended = await self._gate.ended()
+            self._gate.look()
             while (message := received(self._socket)) is not None:
                 identity, *frames = message
                 if frames:
                     self._flood.speaks(int(cast(Any, frames[0].get(zmq.SRCFD))))
                     await self._take(identity.bytes, frames)
-            for descriptor in ended:
-                if descriptor not in self._known:
+            for peer in self._gate.ended():
+                if peer is None:
                     self._refusals.add("a connection that ended without a greeting")
-                self._known.discard(descriptor)
 
     async def _take(self, route: bytes, frames: Sequence[zmq.Frame]) -> None:
         """Process one message of a peer, whom the gate knows by its key."""
@@ -171,7 +169,7 @@ class LinkServer(End):
             return
         record = peer.read(buffers)
         if isinstance(record, Hello):
-            self._known.add(int(cast(Any, frames[0].get(zmq.SRCFD))))
+            self._gate.name(frames[0], route)
             self._greet(peer, route, record)
         elif record is not None:
             peer.channel.tally.refuse(NOT_NEWEST)

@@ -8,21 +8,24 @@ it looked for, too, encrypts everything, and takes no recorded byte a second tim
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, cast
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import zmq
 import zmq.asyncio
 from zmq.utils import z85
-from zmq.utils.monitor import recv_monitor_message
+from zmq.utils.monitor import parse_monitor_message
+
+from megatron_opd.transport.receiving import received
 
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 HANDSHAKE_MS = 10_000
 # A host that vanished is noticed after HEARTBEAT_MS + HEARTBEAT_TIMEOUT_MS. ZeroMQ's own threads
 # send and answer heartbeats: a peer whose Python is busy is not taken for dead.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 6_000
-# ended connections handled before messages are read again: strangers that connect faster than they
-# are counted would otherwise keep the learner waiting
+# events handled before messages are read again: strangers that connect faster than they are counted
+# would otherwise keep the learner waiting
 EVENTS_A_TURN = 256
 # addresses whose refusals are counted one by one; those of further ones are counted together
 MAX_ADDRESSES = 256
@@ -52,11 +55,22 @@ def name_of(frame: zmq.Frame) -> str:
     return str(frame.get("User-Id"))
 
 
+@dataclass(eq=False, slots=True)
+class _Connection:
+    """Holds who is at the other end, once that is known."""
+
+    peer: bytes | None = None
+
+
 class Gate:
     """Guards `socket`; make it before the socket is bound, run `answer` as a task.
 
-    monitor: readable when a connection ended, one that was refused too; see `ended`. refused:
-    number of refused keys by the address that showed them.
+    Whose connections ended is told in three steps, again and again: `look` once the monitor is
+    readable; take every message that is there, and `name` who sent one; then see who `ended`. So
+    what a peer said last is heard before it is gone.
+
+    monitor: readable when a connection began or ended, one that was refused too. refused: number of
+    refused keys by the address that showed them.
     """
 
     def __init__(
@@ -70,7 +84,7 @@ class Gate:
         """Guard `socket`, whose own secret key is `secret`.
 
         peers: public keys of those who are admitted, by name (see `name_of`). All keys in Z85.
-        accepted: is told of the file descriptor of each new connection, by `ended`.
+        accepted: is told of the file descriptor of each new connection.
         """
         self._names = {z85.decode(key): name.encode() for name, key in peers.items()}
         self.refused: Counter[str] = Counter()
@@ -85,9 +99,12 @@ class Gate:
         self.monitor = context.socket(zmq.PAIR)
         self.monitor.set(zmq.RCVHWM, 0)
         address = f"inproc://monitor-{socket.fileno()}"
-        socket.monitor(address, zmq.EVENT_DISCONNECTED | (zmq.EVENT_ACCEPTED if accepted else 0))
-        self._accepted = accepted
+        socket.monitor(address, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.monitor.connect(address)
+        self._accepted = accepted
+        self._newest: dict[int, _Connection] = {}
+        """By file descriptor, which a new connection has as soon as the one before it ended."""
+        self._ended: list[_Connection] = []
 
     async def answer(self) -> None:
         """Admit or refuse every connection."""
@@ -106,18 +123,40 @@ class Gate:
         known = address in self.refused or len(self.refused) < MAX_ADDRESSES
         self.refused[address if known else OTHERS] += 1
 
-    async def ended(self) -> list[int]:
-        """Return file descriptors of ended connections, without waiting; at most EVENTS_A_TURN."""
-        descriptors: list[int] = []
-        for _ in range(EVENTS_A_TURN):
-            if not await self.monitor.poll(0):
-                break
-            event = await cast(Awaitable[Any], recv_monitor_message(self.monitor))
+    def look(self, most: int = EVENTS_A_TURN) -> int:
+        """Read at most so many events; return how many there were."""
+        for count in range(most):
+            message = received(self.monitor)
+            if message is None:
+                return count
+            event = parse_monitor_message([frame.bytes for frame in message])
+            descriptor = event["value"]
             if event["event"] == zmq.EVENT_DISCONNECTED:
-                descriptors.append(event["value"])
-            elif self._accepted is not None:
-                self._accepted(event["value"])
-        return descriptors
+                self._ended.append(self._newest.setdefault(descriptor, _Connection()))
+                continue
+            self._newest[descriptor] = _Connection()
+            if self._accepted is not None:
+                self._accepted(descriptor)
+        return most
+
+    def name(self, frame: zmq.Frame, peer: bytes) -> None:
+        """Note that `peer` is at the other end of the connection over which a frame has come.
+
+        It may have ended since.
+        """
+        # a connection begins before anything comes over it: now its descriptor's newest is this one
+        while self.look() == EVENTS_A_TURN:
+            pass
+        self._newest.setdefault(int(frame.get(zmq.SRCFD)), _Connection()).peer = peer
+
+    def has_named(self, peer: bytes) -> bool:
+        """Return whether a peer was named, of connections that are there and some that were."""
+        return any(connection.peer == peer for connection in self._newest.values())
+
+    def ended(self) -> list[bytes | None]:
+        """Return who is at the other end of each connection that ended; None: never named."""
+        ended, self._ended = self._ended, []
+        return [connection.peer for connection in ended]
 
     def close(self) -> None:
         """Stop answering connections and close the gate's own sockets."""

@@ -68,8 +68,6 @@ MARGIN_S = 5.0
 # to send the reason to a rank that is refused
 LINGER_MS = 500
 LAST_WORDS_S = 1.0
-FORMER = b""
-"""The peer at the other end of a lost learner's connections; ZeroMQ gives nobody this name."""
 
 ResultT = TypeVar("ResultT", bound=Result)
 
@@ -138,7 +136,6 @@ class RemoteLearner:
                 f"learner.listen_host, learner.listen_port: cannot listen on {host}:{port}: {error}"
             ) from None
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
-        self._connections: dict[int, bytes] = {}
         self._failure: LearnerError | None = None
         self._silent: LearnerError | None = None
         self._changed = asyncio.Event()
@@ -164,7 +161,6 @@ class RemoteLearner:
     def start_over(self) -> None:
         """Forget a learner that is gone, so that another one can join at the same address."""
         self._roster, self._failure, self._silent = Roster(self._expected), None, None
-        self._connections = dict.fromkeys(self._connections, FORMER)
 
     async def wait_ready(self, timeout_s: float) -> LearnerInfo:
         """Wait until every rank has loaded the model."""
@@ -352,12 +348,12 @@ class RemoteLearner:
         poller.register(self._gate.monitor, zmq.POLLIN)
         while True:
             await poller.poll()
-            ended = [self._connections.pop(fd, None) for fd in await self._gate.ended()]
+            self._gate.look()
             while (message := received(self._socket)) is not None:
                 identity, *frames = message
                 await self._take(identity.bytes, frames)
             # only now: a rank that reported its failure has said more than that it is gone
-            for peer in ended:
+            for peer in self._gate.ended():
                 if peer is None:
                     self._refusals.add("a connection without the run's keys")
                     continue
@@ -389,7 +385,7 @@ class RemoteLearner:
             if ignored is not None:
                 await self._answer(identity, Refused(ignored))
                 return
-            self._connections[frames[0].get(zmq.SRCFD)] = identity
+            self._gate.name(frames[0], identity)
             if not await self._answer(identity, self._welcome):
                 # its connection may have ended before we knew whose it was
                 gone = f"learner rank {reply.rank} is gone: it left before its welcome"

@@ -48,8 +48,6 @@ class Giving:
     ) -> None:
         self._frames = frames
         self._refusals = Refusals(logger, "on a data worker's socket")
-        self._known: set[int | str | bytes] = set()
-        """Descriptors of connections that have asked."""
         self._socket = context.socket(zmq.ROUTER)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.SNDHWM, 0)
@@ -66,7 +64,8 @@ class Giving:
             group.create_task(self._watch())
             while True:
                 identity, *frames = await self._socket.recv_multipart(copy=False)
-                self._known.add(identity.get(zmq.SRCFD))
+                self._gate.name(identity, identity.bytes)
+                self._count_ended()
                 await self._give(identity.bytes, [frame.buffer for frame in frames])
 
     async def _give(self, identity: bytes, question: Sequence[bytes | memoryview]) -> None:
@@ -95,10 +94,13 @@ class Giving:
         """Note which connections ended."""
         while True:
             await self._gate.monitor.poll()
-            for fd in await self._gate.ended():
-                if fd not in self._known:
-                    self._refusals.add("a connection of no rank")
-                self._known.discard(fd)
+            self._gate.look()
+            self._count_ended()
+
+    def _count_ended(self) -> None:
+        for rank in self._gate.ended():
+            if rank is None:
+                self._refusals.add("a connection of no rank")
 
     def close(self) -> None:
         """Close the socket, once what is on its way has been sent (for at most LINGER_MS)."""

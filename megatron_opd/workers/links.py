@@ -106,7 +106,6 @@ class Links:
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
         self._links: dict[bytes, Link] = {}
-        self._by_fd: dict[int, bytes] = {}
         self._next_look_s = 0.0
         self._look: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
@@ -230,16 +229,22 @@ class Links:
             try:
                 identity = self._socket.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return
+                break
             if identity in self._links:
                 for frame in self._socket.recv_multipart(zmq.NOBLOCK):
                     self._heard(identity, frame)
             else:  # only as an object does a frame tell its connection
                 for whole in self._socket.recv_multipart(zmq.NOBLOCK, copy=False):
-                    self._heard(identity, whole.bytes, whole.get(zmq.SRCFD))
+                    self._heard(identity, whole.bytes, whole)
+        # only now: what a worker said before it ended was heard
+        for peer in self._gate.ended():
+            if peer is None:
+                self.refusals.add("a connection of no data worker")
+            elif peer in self._links:
+                self._lose(self._links[peer], "its connection ended")
 
-    def _heard(self, identity: bytes, frame: bytes, fd: Any = None) -> None:
-        """Process one message of a peer that has the ranks' key. fd: of one that may join."""
+    def _heard(self, identity: bytes, frame: bytes, whole: zmq.Frame | None = None) -> None:
+        """Process one message of a peer that has the ranks' key. whole: of one that may join."""
         link = self._links.get(identity)
         try:
             answer = decode_answer(frame)
@@ -249,8 +254,8 @@ class Links:
             else:
                 self.breach(link, str(error))
             return
-        if link is None and isinstance(answer, Hello):
-            self._join(identity, answer, fd)
+        if whole is not None and link is None and isinstance(answer, Hello):
+            self._join(identity, answer, whole)
         elif link is None:
             self.refusals.add("an answer of no data worker")
         elif isinstance(answer, Hello):
@@ -258,17 +263,17 @@ class Links:
         else:
             self._take(link, answer)
 
-    def _join(self, identity: bytes, hello: Hello, fd: Any) -> None:
+    def _join(self, identity: bytes, hello: Hello, whole: zmq.Frame) -> None:
         fault = self._hello_fault(identity, hello)
         if fault is not None:
             self.refusals.add(fault)
             return
         link = self._links[identity] = Link(hello.index, identity, hello.address)
-        self._by_fd[fd] = identity
+        self._gate.name(whole, identity)
         self._joined(link)
 
     def _hello_fault(self, identity: bytes, hello: Hello) -> str | None:
-        if identity in self._by_fd.values():
+        if self._gate.has_named(identity):
             return "a data worker that is lost"
         alive = self.alive
         if not 0 <= hello.index < self._count or any(hello.index == link.index for link in alive):
@@ -296,14 +301,8 @@ class Links:
     async def _watch(self) -> None:
         while True:
             await self._gate.monitor.poll()
-            ended = await self._gate.ended()
-            self._drain()  # what a worker said before it ended
-            for fd in ended:
-                identity = self._by_fd.pop(fd, None)
-                if identity is None:
-                    self.refusals.add("a connection of no data worker")
-                elif identity in self._links:
-                    self._lose(self._links[identity], "its connection ended")
+            self._gate.look()
+            self._drain()
 
     def _lose(self, link: Link, why: str) -> None:
         if not link.alive:
