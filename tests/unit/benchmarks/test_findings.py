@@ -51,9 +51,9 @@ def row(method: str, k: int, seed: int, accuracy: float | None, **curves: list[f
 
 
 EVALUATIONS = [
-    {"time_s": 20.0, "seconds": 5.0, "accuracy_pct": 60.0},
-    {"time_s": 40.0, "seconds": 6.0, "accuracy_pct": 75.0},
-    {"time_s": 60.0, "seconds": 4.0, "accuracy_pct": 72.0},
+    {"time_s": 20.0, "seconds": 5.0, "accuracy_pct": 80.0},
+    {"time_s": 40.0, "seconds": 6.0, "accuracy_pct": 88.0},
+    {"time_s": 60.0, "seconds": 4.0, "accuracy_pct": 84.0},
 ]
 
 
@@ -374,8 +374,8 @@ def test_no_problem_to_evaluate_on_was_seen_by_either_model():
 def record_of(rows: list[Any]) -> dict[str, Any]:
     beside = [
         of_setting("sampler_exact", "none", 1, 60.0),
-        of_setting("clock", "async", 1, 72.0, evaluations=EVALUATIONS),
-        of_setting("clock", "async", 2, 72.0, evaluations=EVALUATIONS[:1]),
+        of_setting("clock", "async", 1, 84.0, evaluations=EVALUATIONS),
+        of_setting("clock", "async", 2, 84.0, evaluations=EVALUATIONS[:1]),
     ]
     names = [f"k{k}_5p0e-5-{name}-1" for k in (0, 64) for name in ("theta", "mc64")]
     said = {
@@ -406,7 +406,7 @@ def test_the_tables_show_means_intervals_and_what_was_not_run():
     assert "| draws | `mc64 - theta` | +1.5 ± 6.4 | - | 1 |" in lines
     assert any(line.startswith("| exact | `none` | 1 | - | 60.0 | 0 |") for line in lines)
     assert any(
-        line.endswith("| 72.0 ± 0.0 | 15 ± 0 | 29 (1 of 2) | - (0 of 2) |") for line in lines
+        line.endswith("| 84.0 ± 0.0 | - | 15 ± 0 | 29 (1 of 2) | - (0 of 2) |") for line in lines
     ), lines
     with pytest.raises(ValueError, match="no place for table sweep"):
         findings_table.filled(page.replace("<!-- sweep -->", ""), record_of(rows))
@@ -455,13 +455,18 @@ def test_a_collapse_and_the_sign_of_k1_are_counted():
 
 
 def test_seconds_to_an_accuracy_leave_out_what_evaluations_took():
-    fast = of_setting("clock", "async", 1, 72.0, evaluations=EVALUATIONS)
-    assert wall_clock.curve(fast) == [(15.0, 60.0), (29.0, 75.0), (45.0, 72.0)]
-    assert wall_clock.seconds_to(fast, 70.0) == 29.0
-    assert wall_clock.seconds_to(fast, 80.0) is None
-    flat = [each | {"accuracy_pct": 3.0} for each in EVALUATIONS]
-    wrong = of_setting("clock", "flipped", 1, 3.0, evaluations=flat)
-    said = wall_clock.said([fast, wrong])
-    assert said["by_schedule"]["async"]["seconds_to_pct"]["70"]["mean"] == 29.0
+    fast = of_setting("clock", "async", 1, 84.0, evaluations=EVALUATIONS)
+    assert wall_clock.curve(fast) == [(15.0, 80.0), (29.0, 88.0), (45.0, 84.0)]
+    assert wall_clock.seconds_to(fast, 85.0) == 29.0
+    assert wall_clock.seconds_to(fast, 90.0) is None
+    later = [each | {"time_s": 2 * each["time_s"] + each["seconds"]} for each in EVALUATIONS]
+    strict = of_setting("clock", "sync", 1, 86.0, evaluations=later)
+    wrong = of_setting("clock", "flipped", 1, 3.0, evaluations=EVALUATIONS)
+    said = wall_clock.said([fast, strict, wrong])
+    quick, slow = said["by_schedule"]["async"], said["by_schedule"]["sync"]
+    assert quick["seconds_to_pct"]["85"]["mean"] == 29.0
+    assert (quick["seconds"]["mean"], quick["accuracy_less_sync_pct"]["mean"]) == (45.0, -2.0)
+    assert quick["times_as_fast_as_sync"]["mean"] == wall_clock.curve(strict)[-1][0] / 45.0
+    assert slow["times_as_fast_as_sync"]["mean"] == 1.0
     assert said["control"]["fails"] is True
     assert wall_clock.said([fast, fast | {"method": "flipped"}])["control"]["fails"] is False
