@@ -96,11 +96,14 @@ def _trial(sampler: str, name: str, seed: int) -> Trial:
 def said(rows: list[Row]) -> dict[str, Any]:
     """By sampler and correction: accuracy, the gap, its correction, entropy, length, k1's sign."""
     found: dict[str, Any] = {}
+    exact = _of(rows, "exact", "none")
     for sampler in SAMPLERS:
+        plain = _of(rows, sampler, "none")
         for name in corrections_of(sampler):
             mine = _of(rows, sampler, name)
             if mine:
-                found.setdefault(sampler, {})[name] = _figures(mine)
+                less = {"less_exact_pct": _less(mine, exact), "less_none_pct": _less(mine, plain)}
+                found.setdefault(sampler, {})[name] = _figures(mine) | less
     wrong, right = (
         {row["seed"]: row for row in _of(rows, "exact", name)} for name in (CONTROL, "none")
     )
@@ -115,6 +118,17 @@ def said(rows: list[Row]) -> dict[str, Any]:
 def _of(rows: list[Row], sampler: str, name: str) -> list[Row]:
     wanted = (f"sampler_{sampler}", name)
     return [row for row in rows if (row["setting"], row["method"]) == wanted]
+
+
+def _less(rows: list[Row], others: list[Row]) -> dict[str, Any]:
+    """Accuracy of the learner's own weights less that of other runs, each seed with itself."""
+    other = {row["seed"]: row["summary"].get(KEY) for row in others}
+    differences = [
+        row["summary"][KEY] - other[row["seed"]]
+        for row in rows
+        if row["summary"].get(KEY) is not None and other.get(row["seed"]) is not None
+    ]
+    return interval(differences)
 
 
 def _figures(rows: list[Row]) -> dict[str, Any]:

@@ -404,7 +404,7 @@ def test_the_tables_show_means_intervals_and_what_was_not_run():
     assert "| `theta` | 83.0 ± 12.7 | 75.0 ± 12.7 | - | 2.00 ± 0.00 | 3 | 2 |" in lines
     assert "| `flipped` | 1.0 | - | - | - | - | - |" in lines
     assert "| draws | `mc64 - theta` | +1.5 ± 6.4 | - | 1 |" in lines
-    assert any(line.startswith("| exact | `none` | 1 | - | 60.0 | 0 |") for line in lines)
+    assert any(line.startswith("| exact | `none` | 1 | - | - | - | 60.0 | 0 |") for line in lines)
     assert any(
         line.endswith("| 84.0 ± 0.0 | - | 15 ± 0 | 29 (1 of 2) | - (0 of 2) |") for line in lines
     ), lines
@@ -452,6 +452,25 @@ def test_a_collapse_and_the_sign_of_k1_are_counted():
     rows[3]["summary"]["student_accuracy_after_pct"] = 61.0
     assert quantised.said(rows)["control"]["fails"] is False
     assert quantised.said(rows[:3])["control"]["fails"] is None
+
+
+def test_accuracies_of_the_learners_own_weights_are_compared_by_seed():
+    rows = [
+        of_setting(f"sampler_{sampler}", name, seed, 0.0)
+        for sampler, name, seed in [
+            ("int3", "none", 1),
+            ("int3", "none", 2),
+            ("int3", "tis_2", 1),
+            ("int3", "tis_2", 2),
+            ("exact", "none", 2),
+        ]
+    ]
+    for each, value in zip(rows, (50.0, 60.0, 55.0, 75.0, 80.0), strict=True):
+        each["summary"][quantised.KEY] = value
+    wide = quantised.said(rows)["by_sampler"]["int3"]
+    assert wide["tis_2"]["less_none_pct"]["mean"] == 10.0
+    assert wide["tis_2"]["less_exact_pct"] == {"mean": -5.0, "half_width_95": None, "n": 1}
+    assert wide["none"]["less_none_pct"]["mean"] == 0.0
 
 
 def test_seconds_to_an_accuracy_leave_out_what_evaluations_took():
