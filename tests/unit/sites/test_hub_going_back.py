@@ -5,14 +5,7 @@ import random
 
 import pytest
 
-from megatron_opd.sites.messages import (
-    Again,
-    Farewell,
-    Forget,
-    Task,
-    Want,
-    Welcome,
-)
+from megatron_opd.sites.messages import Again, Farewell, Forget, Task, Want, Welcome
 from tests.support.hub_links import Sites
 
 
