@@ -5,7 +5,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from tests.e2e.weight_sync import resume, rewind
 from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 STARTUP_TIMEOUT_S = 420
+REPORTS_IMPORTS = Path(__file__).parents[1] / "support" / "imports"
+IMPORTS = "imports"
 Sections = dict[str, dict[str, Any]]
 torch.set_num_threads(1)  # the servers need the other core
 
@@ -82,6 +85,8 @@ def servers(
     The teacher computes prompt logits in chunks of 24 rows.
     """
     logs = tmp_path_factory.mktemp("logs")
+    imports = logs / IMPORTS
+    imports.mkdir()
     processes = {
         "student": ServerProcess(
             tiny_spec(student_model, "student", routed_experts=True, routed_gates=True),
@@ -93,7 +98,10 @@ def servers(
         ),
     }
     try:
-        processes["student"].start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(REPORTS_IMPORTS), prepend=os.pathsep)
+            patch.setenv("IMPORTS_DIRECTORY", str(imports))
+            processes["student"].start()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SGLANG_ENABLE_LOGPROB_CHUNK", "1")
             patch.setenv("SGLANG_LOGPROB_CHUNK_SIZE", "24")
@@ -111,6 +119,28 @@ def student_server(servers: dict[str, ServerProcess]) -> Iterator[ServerProcess]
     """The session's student; one that a failed test left paused would fail all that follow."""
     yield servers["student"]
     asyncio.run(resume(servers["student"].spec.url))
+
+
+@pytest.fixture(scope="session")
+def imported(servers: dict[str, ServerProcess]) -> dict[str, frozenset[str]]:
+    """What every process of the student's server has imported, by process id."""
+    student, directory = servers["student"], servers["student"].log_path.parent / IMPORTS
+    assert student.pid is not None
+    pids = {student.pid, *(child.pid for child in psutil.Process(student.pid).children(True))}
+    (directory / "ask").touch()
+    waited_until_s = time.monotonic() + 60
+    found: dict[str, Path] = {}
+    while not {str(pid) for pid in _pythons(pids)} <= found.keys():
+        assert time.monotonic() < waited_until_s, f"{found.keys()} of {pids} have answered"
+        time.sleep(0.1)
+        found = {file.stem: file for file in directory.glob("*.txt")}
+    return {pid: frozenset(file.read_text().splitlines()[1:]) for pid, file in found.items()}
+
+
+def _pythons(pids: Iterable[int]) -> list[int]:
+    """Those that still run and are servers, not helpers such as a resource tracker's."""
+    alive = [pid for pid in pids if psutil.pid_exists(pid)]
+    return [pid for pid in alive if "tracker" not in " ".join(psutil.Process(pid).cmdline())]
 
 
 @pytest.fixture(scope="session")

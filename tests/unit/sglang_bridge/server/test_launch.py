@@ -388,3 +388,22 @@ def test_threads_of_a_team_sleep_while_they_wait():
     assert server_env(replace(spec, threads=2), {})["OMP_WAIT_POLICY"] == "PASSIVE"
     chosen = {"OMP_WAIT_POLICY": "ACTIVE"}
     assert server_env(replace(spec, threads=2), chosen)["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+@pytest.mark.parametrize("name", ["__main__", "__mp_main__"])
+def test_megatron_is_kept_out_of_servers_and_of_the_processes_they_spawn(name: str):
+    """`__mp_main__` is what multiprocessing calls the main module in a spawned process."""
+    code = f"""
+import runpy, sys
+sys.argv = ["server", "--model-path", "/nowhere"]
+try:
+    runpy.run_module("sglang_bridge.server.__main__", run_name={name!r})
+except SystemExit as ended:
+    assert "does not exist" in str(ended)
+try:
+    import megatron.core
+except ModuleNotFoundError:
+    print("kept out")
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "kept out\n", done.stderr
