@@ -86,7 +86,10 @@ def attacker(host: str, port: str, controller_public: str) -> None:
 
 
 def sniffer(device: str, port: str, out: str) -> None:
-    """Record what passes a device to and from `port` until the input ends: one file a sender."""
+    """Record what passes a device to and from `port` until the input ends: one file a sender.
+
+    What has passed by then is read to its end: the socket may hold packets that are still unread.
+    """
     heard: dict[tuple[str, int], dict[int, bytes]] = {}
     with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3)) as tap:
         tap.bind((device, 0))
@@ -94,10 +97,12 @@ def sniffer(device: str, port: str, out: str) -> None:
         over = threading.Event()
         threading.Thread(target=lambda: (sys.stdin.read(), over.set()), daemon=True).start()
         say("sniffing")
-        while not over.is_set():
+        while True:
             try:
                 frame = tap.recv(1 << 18)
             except TimeoutError:
+                if over.is_set():
+                    break
                 continue
             for sender, sport, dport, number, payload in segments(frame):
                 if int(port) in (sport, dport):

@@ -2,7 +2,6 @@
 
 import asyncio
 import math
-import time
 
 import pytest
 
@@ -411,8 +410,8 @@ def test_a_guard_does_not_keep_a_finished_run_alive():
     assert Pipeline(guard=DyingServer(1e9)).run().updates == 4
 
 
-def test_it_is_quick_enough_on_a_real_clock():
-    """2,000 samples on a real loop: the scheduler costs under a millisecond a sample."""
+def test_it_ends_on_a_real_clock():
+    """2,000 samples on a real loop, where nothing ever waits for a timer."""
 
     def instant(_):
         return 0.0
@@ -424,7 +423,5 @@ def test_it_is_quick_enough_on_a_real_clock():
         learner=Learner(instant),
         weight_sync=WeightSyncer(None, None, instant),
     )
-    started = time.perf_counter()
     accounting = asyncio.run(pipeline.controller.run())
     assert accounting.consumed == 2000
-    assert time.perf_counter() - started < 10

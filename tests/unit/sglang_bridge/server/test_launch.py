@@ -205,7 +205,7 @@ def test_stop_leaves_no_process_of_the_group(monkeypatch, tmp_path: Path):
     assert len(running_states(process.pid)) == 2
     started_s = time.monotonic()
     process.stop(grace_s=0.3)
-    assert time.monotonic() - started_s < 5
+    assert time.monotonic() - started_s < 30, "the child sleeps for 60 s"
     assert running_states(process.pid) == []
     process.stop()  # again is harmless
 
