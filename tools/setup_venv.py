@@ -72,8 +72,9 @@ MACHINES = {
     "gpu": Machine(
         cpu_torch=False,
         compiled=("transformer-engine-torch",),
-        runs="import torch, soundfile; from importlib.util import find_spec; "
-        "assert torch.version.cuda and find_spec('transformer_engine_torch')",
+        # loads the compiled extension, which lies in transformer_engine/wheel_lib
+        runs="import torch, soundfile; assert torch.version.cuda, 'a CPU build of torch'; "
+        "import transformer_engine.pytorch",
         size="15 GB; TransformerEngine's extension is compiled, which takes minutes",
     ),
 }
@@ -271,7 +272,9 @@ def main() -> int:
         print(error, file=sys.stderr)
         return 1
     except subprocess.CalledProcessError as error:
-        print(f"setup failed: {' '.join(map(str, error.cmd))}", file=sys.stderr)
+        # an index's address may hold a password
+        words = ["ADDRESS" if "://" in str(word) else str(word) for word in error.cmd]
+        print(f"setup failed: {' '.join(words)}", file=sys.stderr)
         return 1
     stamp.write_text(digest + "\n")
     print(f"setup: done in {time.monotonic() - started:.0f} s", flush=True)

@@ -27,7 +27,7 @@ def wheel(folder, *_):
     files = {{
         info + "/METADATA": "Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n",
         info + "/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
-        "{stem}.py": "",
+        "{module}": "",
     }}
     record = "".join(path + ",,\\n" for path in files) + info + "/RECORD,,\\n"
     with zipfile.ZipFile(folder + "/" + name, "w") as archive:
@@ -71,18 +71,23 @@ def write_torch(folder: Path, version: str, cuda: str | None, tag: str = ANY) ->
     return write_wheel(folder, "torch", version, tag, files)
 
 
-def write_project(folder: Path, name: str, version: str, imports: str = "") -> None:
-    """A project's source; its build needs what `imports` imports."""
+def write_project(
+    folder: Path, name: str, version: str, imports: str = "", module: str | None = None
+) -> None:
+    """A project's source; its build needs what `imports` imports. module: the file that it makes."""
     folder.mkdir(parents=True, exist_ok=True)
-    names = {"name": name, "stem": name.replace("-", "_"), "version": version}
+    stem = name.replace("-", "_")
+    names = {"name": name, "stem": stem, "version": version, "module": module or f"{stem}.py"}
     (folder / "pyproject.toml").write_text(PYPROJECT)
     (folder / "backend.py").write_text(BACKEND.format(imports=imports, **names))
 
 
-def write_sdist(folder: Path, name: str, version: str, imports: str = "") -> Path:
-    """A package that has no wheel."""
+def write_sdist(
+    folder: Path, name: str, version: str, imports: str = "", module: str | None = None
+) -> Path:
+    """A package that has no wheel. module: the file that its build makes."""
     source = folder / "source"
-    write_project(source, name, version, imports)
+    write_project(source, name, version, imports, module)
     stem = f"{name.replace('-', '_')}-{version}"
     metadata = f"Metadata-Version: 2.2\nName: {name}\nVersion: {version}\n".encode()
     with tarfile.open(folder / f"{stem}.tar.gz", "w:gz") as archive:

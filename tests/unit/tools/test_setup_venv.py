@@ -197,12 +197,35 @@ def test_what_was_installed_but_does_not_run_is_told_in_one_line(tmp_path: Path)
     assert not (machine.venv / setup_venv.STAMP).exists()
 
 
-def test_the_gpu_set_up_compiles_last_against_the_torch_that_it_installed(tmp_path: Path):
+# As TransformerEngine lies: its wheel is Python alone, and loads what the source package compiles
+# into the wheel's own folder, under no module name of its own.
+ENGINE = {
+    "transformer_engine/__init__.py": "",
+    "transformer_engine/pytorch/__init__.py": (
+        "from pathlib import Path\n"
+        "[extension] = (Path(__file__).parents[1] / 'wheel_lib').glob('transformer_engine_torch*')\n"
+        "exec(extension.read_text())\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_the_gpu_set_up_compiles_last_against_the_torch_that_it_installed(
+    tmp_path: Path, loads: bool
+):
     machine = Machine(tmp_path, lock="gpu")
     name = "transformer-engine-torch"
-    source = write_sdist(machine.index / name, name, "2.11.0", imports="import torch")
-    wheels = [*(machine.index / "torch").glob("*.whl"), *(machine.index / "soundfile").glob("*")]
-    pins = [f"torch=={VERSION}", "soundfile==1.0"]
+    extension = "transformer_engine/wheel_lib/transformer_engine_torch.so"
+    module = extension if loads else "elsewhere.so"
+    source = write_sdist(machine.index / name, name, "2.11.0", "import torch", module)
+    package = "transformer-engine"
+    wheel = write_wheel(machine.index / package, package, "2.11.0", files=ENGINE)
+    wheels = [
+        *(machine.index / "torch").glob("*.whl"),
+        *(machine.index / "soundfile").glob("*"),
+        wheel,
+    ]
+    pins = [f"torch=={VERSION}", "soundfile==1.0", f"{package}==2.11.0"]
     lock = [f"{pin} \\\n    {hash_of(path)}" for pin, path in zip(pins, wheels, strict=True)]
     lock.insert(0, f"{name}==2.11.0 \\\n    {hash_of(source)}")
     [uv] = (machine.index / "uv").glob("*")
@@ -210,9 +233,14 @@ def test_the_gpu_set_up_compiles_last_against_the_torch_that_it_installed(tmp_pa
     (tmp_path / "cuda" / "bin").mkdir(parents=True)
     (tmp_path / "cuda" / "bin" / "nvcc").touch()
     found = machine.setup(CUDA_HOME=str(tmp_path / "cuda"))
-    assert found.returncode == 0, found.stderr
     assert machine.versions() == VERSION, "the index's CUDA build"
-    assert list(machine.venv.glob("lib/*/site-packages/transformer_engine_torch.py"))
+    assert (machine.venv / setup_venv.STAMP).exists() == loads
+    if loads:
+        assert (found.returncode, found.stderr) == (0, "")
+    else:
+        assert found.returncode == 1
+        [line] = found.stderr.splitlines()
+        assert "were installed but do not run: ValueError" in line
 
 
 @pytest.mark.parametrize(
