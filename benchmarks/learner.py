@@ -18,11 +18,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from benchmarks.synthetic import Shape, sample, share
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.config.learner import LearnerConfig, ParallelConfig
 from sglang_bridge.ports import free_port
 
 MODEL = Path("examples/arithmetic/student")
@@ -60,7 +58,7 @@ def measure() -> dict[str, Any]:
     """Every layout in turn."""
     step_s: dict[str, float] = {}
     for name, layout in LAYOUTS.items():
-        ranks = int(np.prod(list(layout.values()) or [1]))
+        ranks = ParallelConfig.model_validate(layout).world_size  # experts split the same ranks
         command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
         command += [f"--master-port={free_port()}", "-m", "benchmarks.learner", name]
         with tempfile.TemporaryFile("w+") as errors:

@@ -74,7 +74,7 @@ def write_torch(folder: Path, version: str, cuda: str | None, tag: str = ANY) ->
 def write_project(
     folder: Path, name: str, version: str, imports: str = "", module: str | None = None
 ) -> None:
-    """A project's source; its build needs what `imports` imports. module: the file that it makes."""
+    """A project's source; its build needs what `imports` imports, and makes the file `module`."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = name.replace("-", "_")
     names = {"name": name, "stem": stem, "version": version, "module": module or f"{stem}.py"}

@@ -203,7 +203,8 @@ ENGINE = {
     "transformer_engine/__init__.py": "",
     "transformer_engine/pytorch/__init__.py": (
         "from pathlib import Path\n"
-        "[extension] = (Path(__file__).parents[1] / 'wheel_lib').glob('transformer_engine_torch*')\n"
+        "folder = Path(__file__).parents[1] / 'wheel_lib'\n"
+        "[extension] = folder.glob('transformer_engine_torch*')\n"
         "exec(extension.read_text())\n"
     ),
 }
