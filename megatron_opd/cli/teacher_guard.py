@@ -13,6 +13,7 @@ from megatron_opd.cli.roles import Role, section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.teacher.guard import TOKENS, Probe, ProbedServer, probe
+from sglang_bridge.errors import BadReply, one_line
 from sglang_bridge.retry import Backoff
 
 
@@ -44,7 +45,14 @@ async def check_teachers(
             for server in servers[name]
         ]
         urls = [server.url for server in servers[name]]
-        found = dict(zip(urls, await asyncio.gather(*asked), strict=True))
+        try:
+            found = dict(zip(urls, await asyncio.gather(*asked), strict=True))
+        except BadReply as error:
+            # no guard makes such answers useful
+            raise UserError(
+                f"{role} answers what no run can use: {one_line(str(error))}; check {role}.model "
+                "(`opd check --data` reads every weight), and that nothing else answers there"
+            ) from error
         lines += _verdicts(config, role, found, vocab_size)
     return lines
 
