@@ -69,6 +69,7 @@ class DataWorkers:
                                 f"during start-up; {_end_of(process)}"
                             )
                     await asyncio.wait({ready}, timeout=POLL_S)
+                await ready
         except TimeoutError:
             raise UserError(f"the data workers were not there within {timeout_s:g} s") from None
         finally:

@@ -21,10 +21,14 @@ class Preempted(BaseException):
     """
 
 
-def kept_traceback(log: Path) -> str:
-    """Write the traceback of the error that is being handled; return where it is, or why not."""
+class PartGone(RuntimeError):
+    """Reports in one line that a part is gone while the controller's loops do not run."""
+
+
+def kept_traceback(error: BaseException, log: Path) -> str:
+    """Write the traceback of an error; return where it is, or why not."""
     try:
-        log.write_text(traceback.format_exc(), encoding="utf-8")
+        log.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
     except OSError as error:
         return f"its traceback could not be written to {log}: {error.strerror}"
     return f"its traceback is in {log}"

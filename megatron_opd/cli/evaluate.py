@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.ends import Ends
+from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.evaluations import evaluated_sets
 from megatron_opd.cli.joining import all_of
 from megatron_opd.cli.keys import role_key
@@ -26,7 +28,6 @@ from megatron_opd.data.judge import Judge
 from megatron_opd.evaluation.measure import EvaluationReport, FleetPort, evaluate
 from megatron_opd.evaluation.ports import EvaluatedSet
 from sglang_bridge import open_files
-from sglang_bridge.errors import BridgeError
 from sglang_bridge.ports import free_port
 from sglang_bridge.server.launch import ServerProcess
 
@@ -73,8 +74,6 @@ def ask(questions: Questions, model: Path, found: Found) -> None:
         server = ServerProcess(spec, Path(scratch) / "server.log", key)
         try:
             asyncio.run(_ask(questions, server, key, found))
-        except BridgeError as error:
-            raise RunFailed(str(error)) from error
         finally:
             server.stop()
 
@@ -82,18 +81,31 @@ def ask(questions: Questions, model: Path, found: Found) -> None:
 async def _ask(
     questions: Questions, server: ServerProcess, api_key: str | None, found: Found
 ) -> None:
-    config = questions.config
-    processes = Processes([server], None)
-    processes.start()
-    await all_of(processes.parts(config.student.startup_timeout_s), say=lambda _: None)
+    config, processes = questions.config, Processes([server], None)
+    ends = Ends(processes.watched)
     fleet = make_fleet(config.student, [server.spec.url], api_key)
-    try:
+
+    async def perform() -> None:
+        processes.start()
+        await all_of(processes.parts(config.student.startup_timeout_s), say=lambda _: None)
         await fleet.start()
         port = FleetPort(fleet, config.rollout.attempts)
         # workers of their own for each checkpoint: they belong to one event loop
         judge = replace(questions.judge, verifiers=make_verifiers(config))
         async with judging(judge):
             for name, each in questions.sets.items():
-                found(name, await evaluate(port, each.prompts, judge, each.plan))
-    finally:
-        await fleet.close()
+                found(name, await ends.of(evaluate(port, each.prompts, judge, each.plan)))
+
+    try:
+        try:
+            await ends.of(perform())
+        finally:
+            await ends.closing(fleet.close)()
+    except BaseException as last:
+        raise ends.end(last, "", _shown) from last
+
+
+def _shown(error: BaseException) -> str:
+    """Print the traceback of an unforeseen error; return where it is."""
+    traceback.print_exception(error)
+    return "its traceback is above"

@@ -6,16 +6,14 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
+from megatron_opd.cli.ends import explained
+from megatron_opd.cli.errors import PartGone
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.controller.health import HealthGuard
 from megatron_opd.controller.ports import Guard
 from megatron_opd.transport.zmq import RemoteLearner
 
 ResultT = TypeVar("ResultT")
-
-
-class PartGone(RuntimeError):
-    """Reports in one line that a part is gone while the controller's loops do not run."""
 
 
 async def while_alive(
@@ -37,7 +35,8 @@ async def while_alive(
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if watching.done() and not working.done():
-            raise PartGone(str(watching.exception()))
+            gone = watching.exception()
+            raise PartGone(str(gone)) from gone
         if not working.done():
             tasks[-1].result()
         return await working
@@ -74,13 +73,13 @@ class RunGuard:
             if not health.done():
                 cause = next(iter(done)).result()
                 assert isinstance(cause, Exception)
-                raise await guard.diagnose() or cause
+                raise await explained(cause, guard.processes) or cause
             await health
         finally:
             for task in (health, *others):
                 task.cancel()
             await asyncio.gather(health, *others, return_exceptions=True)
 
-    async def diagnose(self) -> Exception | None:
+    async def diagnose(self, error: Exception) -> Exception | None:
         """Return the ended process that explains why another loop failed, if there is one."""
-        return await self._make_health().diagnose()
+        return await explained(error, self._make_health().processes)

@@ -60,15 +60,17 @@ async def all_of(
     missing: dict[asyncio.Future[Any], str] = {
         asyncio.ensure_future(part.ready): name for name, part in parts.items()
     }
-    watches: set[asyncio.Future[Any]] = set()
+    watches: list[asyncio.Future[Any]] = []
     try:
         while missing:
             done, _ = await asyncio.wait(
                 {*missing, *watches}, timeout=every_s, return_when=asyncio.FIRST_COMPLETED
             )
-            for task in done:
+            for task in (*missing, *watches):  # of several at once the first one named
+                if task not in done:
+                    continue
                 task.result()
-                watches.add(asyncio.ensure_future(parts[missing.pop(task)].watch()))
+                watches.append(asyncio.ensure_future(parts[missing.pop(task)].watch()))
             if not done:
                 say(f"waiting for {', '.join(sorted(missing.values()))}")
     finally:

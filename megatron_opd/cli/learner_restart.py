@@ -10,8 +10,7 @@ from typing import TypeVar
 
 from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.cli.budget import Budget
-from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.guards import PartGone
+from megatron_opd.cli.errors import PartGone, UserError
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.resume import Resumption, find_resumption
 from megatron_opd.cli.run_dir import RunDir

@@ -11,14 +11,18 @@ import asyncio
 import shutil
 import tempfile
 import uuid
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
 
-from megatron_opd.cli.errors import RunFailed, UserError
-from megatron_opd.cli.guards import PartGone, RunGuard, while_alive
+from megatron_opd.cli.ends import Ends
+from megatron_opd.cli.errors import RunFailed, UserError, kept_traceback
+from megatron_opd.cli.guards import RunGuard, while_alive
 from megatron_opd.cli.joining import Part, there
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
@@ -40,20 +44,20 @@ from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
-from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied
+from megatron_opd.controller.health import HealthGuard
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.launch.parts import LEARNER
 from megatron_opd.mismatch import FREE, GATED, REPLAYED, Measured, measure
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.transport.keys import RunKeys
-from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
+from megatron_opd.transport.zmq import Admission, RemoteLearner
 from megatron_opd.types import Prompt
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge import open_files
-from sglang_bridge.errors import BridgeError, one_line
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.server.launch import ServerProcess
 
 RESOLVED = "config.resolved.yaml"
 VERSION = 0  # of the weights that are compared
@@ -126,29 +130,30 @@ class MismatchRun:
         config = with_backend(config, self.placement)
         self.config = with_recorded_routing(config, self.prepared.student.spec)
         self.processes = Processes([], None)
+        self.ends = Ends(lambda: self.processes.watched())
 
     def measure(self) -> Measured:
         """Measure once. UserError: bad input. RunFailed: a part failed; its logs are kept."""
         scratch = Path(tempfile.mkdtemp(prefix="opd-mismatch-"))
         try:
             return asyncio.run(self._main(scratch))
-        except RunFailed as error:
-            kept, scratch = scratch, None
-            raise RunFailed(f"{error}; logs are in {kept}") from error
+        except RunFailed:
+            scratch = None
+            raise
         finally:
             if scratch is not None:
                 shutil.rmtree(scratch, ignore_errors=True)
 
     async def _main(self, scratch: Path) -> Measured:
         try:
-            with stopped_by_signals():
-                return await self._measure(scratch)
-        except (BridgeError, LearnerError) as error:
-            raise RunFailed(await self.processes.explain(error)) from error
-        except (PartGone, ProcessDied, EngineLost) as error:
-            raise RunFailed(one_line(str(error))) from error
-        finally:
-            await self.processes.stop()
+            try:
+                with stopped_by_signals():
+                    return await self._measure(scratch)
+            finally:
+                await self.ends.closing(self.processes.stop)()
+        except BaseException as last:
+            keep = partial(kept_traceback, log=scratch / "controller.log")
+            raise self.ends.end(last, f"; logs are in {scratch}", keep) from last
 
     async def _measure(self, scratch: Path) -> Measured:
         config = self.config
@@ -160,38 +165,53 @@ class MismatchRun:
         urls = config.student.urls or tuple(server.url for server in servers)
         remote = checked(lambda: RemoteLearner(config, admission))
         fleet = make_fleet(config.student, urls, key)
-        try:
-            self._say(*(f"note: {line}" for line in self.prepared.notes))
-            if config.student.urls:  # checked before anything is started
-                await self._join(fleet)
-            resolved = scratch / RESOLVED
-            resolved.write_text(dump_config(config), encoding="utf-8")
-            command = learner_command(resolved, config.learner, ["--controller", remote.address])
-            log, threads = scratch / "learner.log", config.learner.threads
-            gpus = self.placement.visible(LEARNER)
-            learner = LearnerProcess(command, log, threads, keys.ranks, gpus)
-            self.processes = Processes(servers, learner)
-            self._say(
-                f"starting {len(servers)} SGLang servers and a learner of "
-                f"{config.learner.parallel.world_size} ranks"
-            )
-            self.processes.start()
-            ours = {server.url for server in servers}
-            elsewhere = watched_engines({STUDENT: fleet}, besides=ours)
-            startup_s = config.student.startup_timeout_s
-            parts = self.processes.parts(startup_s)
-            parts["servers elsewhere"] = Part(there(), HealthGuard(engines=elsewhere).watch)
-            await all_up(remote, startup_s, parts, self._say)
-            if not config.student.urls:
-                await self._join(fleet)
-            health = HealthGuard(self.processes.watched(), watched_engines({STUDENT: fleet}))
-            guard = RunGuard(lambda: health, remote)
-            measured = await while_alive(guard, self._with_same_weights(fleet, remote))
-            await remote.stop()
-            return measured
-        finally:
-            await fleet.close()
+
+        async def leave() -> None:
             remote.close()
+
+        async with AsyncExitStack() as closers:
+            closers.push_async_callback(self.ends.closing(leave))
+            closers.push_async_callback(self.ends.closing(fleet.close))
+            measured = await self.ends.of(self._perform(scratch, servers, keys, remote, fleet))
+            await self.ends.closing(remote.stop)()
+        return measured
+
+    async def _perform(
+        self,
+        scratch: Path,
+        servers: Sequence[ServerProcess],
+        keys: RunKeys,
+        remote: RemoteLearner,
+        fleet: Fleet,
+    ) -> Measured:
+        """Start everything and measure."""
+        config = self.config
+        self._say(*(f"note: {line}" for line in self.prepared.notes))
+        if config.student.urls:  # checked before anything is started
+            await self._join(fleet)
+        resolved = scratch / RESOLVED
+        resolved.write_text(dump_config(config), encoding="utf-8")
+        command = learner_command(resolved, config.learner, ["--controller", remote.address])
+        log, threads = scratch / "learner.log", config.learner.threads
+        gpus = self.placement.visible(LEARNER)
+        learner = LearnerProcess(command, log, threads, keys.ranks, gpus)
+        self.processes = Processes(servers, learner)
+        self._say(
+            f"starting {len(servers)} SGLang servers and a learner of "
+            f"{config.learner.parallel.world_size} ranks"
+        )
+        self.processes.start()
+        ours = {server.url for server in servers}
+        elsewhere = watched_engines({STUDENT: fleet}, besides=ours)
+        startup_s = config.student.startup_timeout_s
+        parts = self.processes.parts(startup_s)
+        parts["servers elsewhere"] = Part(there(), HealthGuard(engines=elsewhere).watch)
+        await all_up(remote, startup_s, parts, self._say)
+        if not config.student.urls:
+            await self._join(fleet)
+        health = HealthGuard(self.processes.watched(), watched_engines({STUDENT: fleet}))
+        guard = RunGuard(lambda: health, remote)
+        return await while_alive(guard, self._with_same_weights(fleet, remote))
 
     async def _with_same_weights(self, fleet: Fleet, remote: RemoteLearner) -> Measured:
         config = self.config

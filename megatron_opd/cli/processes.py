@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.joining import Part, there
 from megatron_opd.controller.health import HealthGuard, WatchedProcess
 from megatron_opd.launch.handles import Learner, Server
 from megatron_opd.launch.launcher import CannotPlace
-from sglang_bridge.errors import PortInUse, ServerDied, one_line
+from megatron_opd.transport.lifetime import EXIT_LOST
+from sglang_bridge.errors import PortInUse, ServerDied
 from sglang_bridge.server.launch import last_lines
 
 GRACE_S = 4.0
@@ -26,6 +28,7 @@ class Processes:
     def __init__(self, servers: Sequence[Server], learner: Learner | None) -> None:
         self.servers = tuple(servers)
         self.learner = learner
+        self._stopping = False
         self._discards: dict[str, asyncio.Future[None]] = {}
 
     def start(self) -> None:
@@ -104,7 +107,9 @@ class Processes:
         await asyncio.to_thread(server.wait_ready, timeout_s)
 
     def watched(self) -> list[WatchedProcess]:
-        """Return every process as the health guard polls it, but those that were discarded."""
+        """Return every process whose end nobody has asked for, as the health guard polls it."""
+        if self._stopping:
+            return []
         kept = [server for server in self.servers if server.url not in self._discards]
         return [*map(_watched, kept), *self.watched_learner()]
 
@@ -129,7 +134,8 @@ class Processes:
         """Return the learner as the health guard polls it; nothing if it runs elsewhere."""
         if (learner := self.learner) is None:
             return []
-        return [WatchedProcess("the learner", learner.exit_code, learner.log, learner.cause)]
+        found = WatchedProcess("the learner", learner.exit_code, learner.log, learner.cause)
+        return [replace(found, follows=(EXIT_LOST,))]
 
     def watched_server(self, url: str) -> list[WatchedProcess]:
         """Return the server at `url` as the health guard polls it; none if it runs elsewhere."""
@@ -138,21 +144,20 @@ class Processes:
     def _at(self, url: str) -> list[Server]:
         return [server for server in self.servers if server.url == url]
 
-    async def explain(self, error: Exception) -> str:
-        """Return in one line the process whose end explains a failure, otherwise the failure."""
-        return one_line(str(await HealthGuard(self.watched()).diagnose() or error))
-
     async def stop(self) -> None:
-        """End everything at once, each part by its own process ids."""
-        await asyncio.gather(*self._discards.values())
+        """End everything at once, each part by its own process ids; one's failure hinders none."""
+        self._stopping = True
+        discards = await asyncio.gather(*self._discards.values(), return_exceptions=True)
         stops = [asyncio.to_thread(server.stop, GRACE_S) for server in self.servers]
         if self.learner is not None:
             stops.append(asyncio.to_thread(self.learner.stop, GRACE_S))
-        await asyncio.gather(*stops)
+        for ended in (*discards, *await asyncio.gather(*stops, return_exceptions=True)):
+            if isinstance(ended, BaseException):
+                raise ended
 
 
 def _watched(server: Server) -> WatchedProcess:
-    return WatchedProcess(server.name, server.exit_code, server.log_path, server.cause)
+    return WatchedProcess(server.name, server.exit_code, server.log_path, server.cause, server.url)
 
 
 async def _ready(server: Server, timeout_s: float) -> None:

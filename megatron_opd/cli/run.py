@@ -10,18 +10,18 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 
 from rich.console import Console
 
 from megatron_opd.checkpoint.run_lock import RunLock
 from megatron_opd.cli.best import export_best
-from megatron_opd.cli.checkpoints import CheckpointFailed
 from megatron_opd.cli.entrance import Entrance, supervise
 from megatron_opd.cli.errors import Preempted, RunFailed, UserError
 from megatron_opd.cli.fleet_desk import FleetDesk
-from megatron_opd.cli.guards import PartGone, while_alive
+from megatron_opd.cli.guards import while_alive
 from megatron_opd.cli.keys import run_keys
 from megatron_opd.cli.machines import machines_of
 from megatron_opd.cli.preflight import check_addresses, check_inputs_are_kept
@@ -36,15 +36,12 @@ from megatron_opd.cli.verifiers import judging
 from megatron_opd.cli.wiring import make_fleet, make_guard
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
-from megatron_opd.controller.errors import LoopFailed
-from megatron_opd.controller.health import EngineLost, ProcessDied
 from megatron_opd.controller.ports import Guard
 from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.transport.keys import RunKeys
-from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
+from megatron_opd.transport.zmq import Admission, RemoteLearner
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge import open_files
-from sglang_bridge.errors import BridgeError, one_line
 from sglang_bridge.fleet import Fleet
 
 
@@ -97,81 +94,80 @@ class PipelineRun(RunUpdates):
         """Perform the run; at its end summary.json is written and nothing is left running."""
         status, cause = "failed", None
         try:
-            with self.stopping.heeded():
-                await self._run()
+            try:
+                with self.stopping.heeded():
+                    await self._run()
+            finally:
+                await self.ends.closing(self.processes.stop)()
             status = "finished"
-        except KeyboardInterrupt:
-            status = "interrupted"
-            raise
-        except Preempted as preempted:
-            status, cause = "preempted", str(preempted)
-            raise
-        except UserError as error:
-            cause = str(error)
-            raise
-        except (BridgeError, LearnerError) as error:
-            cause = await self.processes.explain(error)
-            raise RunFailed(f"{cause}{self._see_logs()}") from error
-        except (LoopFailed, CheckpointFailed, PartGone, ProcessDied, EngineLost) as error:
-            cause = one_line(str(error))
-            raise RunFailed(f"{cause}{self._see_logs()}") from error
-        except Exception as error:
-            # an unforeseen error: one line for the user, its traceback beside the other logs
-            where = f" (run.dir {self.run_dir.path})" if isinstance(error, OSError) else ""
-            cause = one_line(f"{type(error).__name__}: {error}{where}")
-            raise RunFailed(f"{cause}; {self._keep_traceback()}") from error
+        except BaseException as last:
+            status, cause, end = self._verdict(last)
+            raise end from last
         finally:
-            if self.checkpoints is not None:
-                await self.checkpoints.abandon()
-            await self.processes.stop()
             unwritten = self._write_summary(status, cause) if self.opened else None
         if unwritten is not None:
             raise RunFailed(unwritten)
 
+    def _verdict(self, last: BaseException) -> tuple[str, str | None, BaseException]:
+        """Return status, cause and what the program ends with. last: what left the run."""
+        first = self.stopping.meant(self.ends.first or last)
+        if isinstance(first, KeyboardInterrupt):
+            return "interrupted", None, first
+        if not isinstance(first, Exception):
+            return ("preempted" if isinstance(first, Preempted) else "failed"), str(first), first
+        where = f" (run.dir {self.run_dir.path})" if isinstance(first, OSError) else ""
+        told = self.ends.failure(first, self._see_logs(), self._keep_traceback, where)
+        return "failed", *told
+
     async def _run(self) -> None:
-        config = self.config
         try:
-            remote = self.remote = RemoteLearner(config, self.admission)
+            remote = self.remote = RemoteLearner(self.config, self.admission)
         except ValueError as error:
             raise UserError(str(error)) from None
-        fleets = self.fleets
-        try:
-            for role in self.roles:
-                section = section_of(config, role)
-                evaluators = config.evaluation.servers if role == STUDENT else 0
-                fleets[role] = make_fleet(section, self.urls[role], self.keys[role], evaluators)
-            self._say(*(f"note: {line}" for line in self.prepared.notes))
-            if self.machines.starts:
-                for role in self.roles:
-                    if section_of(config, role).urls:  # checked before anything is started
-                        await self._join(role, fleets[role])
-                self._open_run_dir()
-                self._start(remote)
-                await self._connect(remote, fleets)
-            else:
-                await self._wait_for_others(remote, fleets)
-            await self._start_workers()
-            self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
-            entrance = Entrance(config, self.prepared, fleets, self.keys)
-            supervisor, self.elastic = supervise(
-                *(config, fleets, self.processes, entrance, lambda: self.weight_sync, self._say)
-            )
-            self.supervisor = supervisor
-            async with judging(self.prepared.judge), supervisor.watching():
-                guard = make_guard(self.processes, lambda: self.totals, remote, supervisor)
-                await self._evaluate_and_train(remote, fleets, guard)
-            await remote.stop()
-        finally:
-            await self.evaluations.close()
-            if self.sites is not None:
-                await self.sites.close()
-            if self.weight_sync is not None and self.elastic is not None:
-                outliving = (*config.student.urls, *self.elastic.added)
-                await self.weight_sync.restore_memory(outliving)
-            await asyncio.gather(*(fleet.close() for fleet in fleets.values()))
+        async with AsyncExitStack() as closers:
+            for close in reversed(self._closers(remote)):  # the last one pushed is the first called
+                closers.push_async_callback(self.ends.closing(close))
+            await self.ends.of(self._perform(remote))
+            await self.ends.closing(remote.stop)()
+
+    def _closers(self, remote: RemoteLearner) -> list[Callable[[], Awaitable[object]]]:
+        """Return what ends the parts of the run but its processes, in order."""
+
+        async def leave() -> None:
             remote.close()
-            if self.workers is not None:
-                await self.workers.stop()
+
+        closers = (
+            *(self.evaluations.close, self._close_sites, self._restore_memory),
+            *(self._close_fleets, leave, self._stop_workers, self._abandon_checkpoint),
+        )
+        return list(closers)
+
+    async def _perform(self, remote: RemoteLearner) -> None:
+        config, fleets = self.config, self.fleets
+        for role in self.roles:
+            section = section_of(config, role)
+            evaluators = config.evaluation.servers if role == STUDENT else 0
+            fleets[role] = make_fleet(section, self.urls[role], self.keys[role], evaluators)
+        self._say(*(f"note: {line}" for line in self.prepared.notes))
+        if self.machines.starts:
+            for role in self.roles:
+                if section_of(config, role).urls:  # checked before anything is started
+                    await self._join(role, fleets[role])
+            self._open_run_dir()
+            self._start(remote)
+            await self._connect(remote, fleets)
+        else:
+            await self._wait_for_others(remote, fleets)
+        await self._start_workers()
+        self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
+        entrance = Entrance(config, self.prepared, fleets, self.keys)
+        supervisor, self.elastic = supervise(
+            *(config, fleets, self.processes, entrance, lambda: self.weight_sync, self._say)
+        )
+        self.supervisor = supervisor
+        async with judging(self.prepared.judge), supervisor.watching():
+            guard = make_guard(self.processes, lambda: self.totals, remote, supervisor)
+            await self.ends.of(self._evaluate_and_train(remote, fleets, guard))
 
     async def _evaluate_and_train(
         self, remote: RemoteLearner, fleets: Mapping[Role, Fleet], guard: Guard

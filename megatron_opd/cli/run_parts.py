@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import traceback
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from rich.console import Console
 from megatron_opd.cli.checkpoints import Checkpoints
 from megatron_opd.cli.data_workers import DataWorkers
 from megatron_opd.cli.elastic import Elastic
+from megatron_opd.cli.ends import Ends
 from megatron_opd.cli.errors import kept_traceback
 from megatron_opd.cli.evaluations import RunEvaluations
 from megatron_opd.cli.keys import role_key
@@ -87,6 +89,7 @@ class RunParts:
         self.controller: Controller | None = None
         self.remote: RemoteLearner | None = None
         self.processes = Processes([], None)
+        self.ends = Ends(lambda: self.processes.watched())
         self.fleets: dict[Role, Fleet] = {}
         self.evaluations = RunEvaluations(config, prepared, self.fleets, self._say)
         self.supervisor: Supervisor | None = None
@@ -133,11 +136,33 @@ class RunParts:
     def _see_logs(self) -> str:
         return f"; logs are in {self.run_dir.logs}" if self.opened else ""
 
-    def _keep_traceback(self) -> str:
+    def _keep_traceback(self, error: BaseException) -> str:
         if not self.opened:  # the logs there are an earlier run's
-            traceback.print_exc()
+            traceback.print_exception(error)
             return "its traceback is above"
-        return kept_traceback(self.run_dir.logs / "controller.log")
+        return kept_traceback(error, self.run_dir.logs / "controller.log")
+
+    # ------------------------------------------------------------ how the parts end
+
+    async def _close_sites(self) -> None:
+        if self.sites is not None:
+            await self.sites.close()
+
+    async def _restore_memory(self) -> None:
+        if self.weight_sync is not None and self.elastic is not None:
+            outliving = (*self.config.student.urls, *self.elastic.added)
+            await self.weight_sync.restore_memory(outliving)
+
+    async def _close_fleets(self) -> None:
+        await asyncio.gather(*(fleet.close() for fleet in self.fleets.values()))
+
+    async def _stop_workers(self) -> None:
+        if self.workers is not None:
+            await self.workers.stop()
+
+    async def _abandon_checkpoint(self) -> None:
+        if self.checkpoints is not None:
+            await self.checkpoints.abandon()
 
     def _write_summary(self, status: str, cause: str | None) -> str | None:
         """Write summary.json; return None, or why it could not be written."""

@@ -408,6 +408,6 @@ class Guard:
         """Run until cancelled; raise what the run cannot go on without."""
         raise await self._supervisor.failed()
 
-    async def diagnose(self) -> Exception | None:
+    async def diagnose(self, error: Exception) -> Exception | None:
         """Return None: nothing else knows more."""
         return None

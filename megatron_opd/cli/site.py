@@ -10,14 +10,17 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
 
 from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import RunDirHeld, RunLock
-from megatron_opd.cli.errors import RunFailed, UserError, kept_traceback
+from megatron_opd.cli.ends import Ends
+from megatron_opd.cli.errors import UserError, kept_traceback
 from megatron_opd.cli.joining import all_of
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.preflight import CheckedModels, check_models
@@ -34,7 +37,6 @@ from megatron_opd.cli.tokenizer_files import end_tokens
 from megatron_opd.cli.verifiers import check_isolation, judging
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
-from megatron_opd.controller.health import EngineLost, ProcessDied
 from megatron_opd.data.judge import Judge
 from megatron_opd.link.ends import LinkClient
 from megatron_opd.link.events import LinkRefused
@@ -45,7 +47,7 @@ from megatron_opd.sites.sampling import NoSuchTeacher
 from megatron_opd.sites.together import together
 from sglang_bridge import open_files
 from sglang_bridge.client import ServerClient
-from sglang_bridge.errors import BridgeError, PortInUse, one_line
+from sglang_bridge.errors import PortInUse, one_line
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import check_port
 
@@ -106,6 +108,7 @@ class SiteRun:
         teachers = tuple(teacher_roles(config).values()) if scores else ()
         self._roles: tuple[Role, ...] = (STUDENT, *teachers)
         self._processes = Processes([], None)
+        self.ends = Ends(lambda: self._processes.watched())
         self._fleets: dict[Role, Fleet] = {}
 
     def wait_for_keys(self, path: Path) -> SiteKeys:
@@ -128,24 +131,19 @@ class SiteRun:
         """Start the servers, serve the learner, end the servers. Raises UserError, RunFailed."""
         logs = directory / "logs"
         try:
-            with stopped_by_signals():
-                await self._run(keys, logs, directory / COUNTS)
-        except LinkRefused as error:
-            raise UserError(f"the learner's site refuses this site: {error}") from None
-        except (NoSuchTeacher, LearnerGone) as error:
-            raise UserError(f"opd site {self._name}: {error}") from None
-        except (BridgeError, EngineLost, ProcessDied) as error:
-            cause = await self._processes.explain(error)
-            raise RunFailed(f"{cause}; logs are in {logs}") from error
-        except (UserError, RunFailed):
-            raise
-        except Exception as error:
-            # a full disk, or what nobody foresaw: one line, its traceback beside the other logs
-            cause = one_line(f"{type(error).__name__}: {error}")
-            raise RunFailed(f"{cause}; {kept_traceback(logs / 'site.log')}") from error
-        finally:
-            await asyncio.gather(*(fleet.close() for fleet in self._fleets.values()))
-            await self._processes.stop()
+            try:
+                with stopped_by_signals():
+                    await self.ends.of(self._refusable(self._run(keys, logs, directory / COUNTS)))
+            finally:
+                async with AsyncExitStack() as closers:
+                    closers.push_async_callback(self.ends.closing(self._processes.stop))
+                    closers.push_async_callback(self.ends.closing(self._close_fleets))
+        except BaseException as last:
+            keep = partial(kept_traceback, log=logs / "site.log")
+            raise self.ends.end(last, f"; logs are in {logs}", keep) from last
+
+    async def _close_fleets(self) -> None:
+        await asyncio.gather(*(fleet.close() for fleet in self._fleets.values()))
 
     async def _run(self, keys: SiteKeys, logs: Path, counts: Path) -> None:
         await self._start(logs)
@@ -160,11 +158,26 @@ class SiteRun:
                 *(self._config, self._name, self._fleets, self._models, self._judge),
                 *(hello, link, owner, self._patience(keys), supervisor.lose, self._say),
             )
-            try:
-                await self._serve(parts, supervisor)
-            finally:
-                write_synced(counts, json.dumps(parts.counts(link), indent=1))
+
+            async def leave() -> None:
                 await link.close(LINGER_S)
+
+            async def count() -> None:
+                write_synced(counts, json.dumps(parts.counts(link), indent=1))
+
+            async with AsyncExitStack() as closers:
+                closers.push_async_callback(self.ends.closing(leave))
+                closers.push_async_callback(self.ends.closing(count))
+                await self.ends.of(self._refusable(self._serve(parts, supervisor)))
+
+    async def _refusable(self, work: Awaitable[None]) -> None:
+        """Await work; what the learner's site says to this one's user is a UserError."""
+        try:
+            await work
+        except LinkRefused as error:
+            raise UserError(f"the learner's site refuses this site: {error}") from None
+        except (NoSuchTeacher, LearnerGone) as error:
+            raise UserError(f"opd site {self._name}: {error}") from None
 
     def _patience(self, keys: SiteKeys) -> Patience:
         first_s = self._config.student.startup_timeout_s

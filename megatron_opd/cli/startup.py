@@ -31,7 +31,7 @@ async def all_up(
     try:
         await all_of({**parts, "the learner": learner}, say)
     except LearnerError as error:
-        raise UserError(f"the learner did not start: {error}") from None
+        raise UserError(f"the learner did not start: {error}") from error
 
 
 async def join_role(
@@ -54,7 +54,7 @@ async def join_role(
     except BridgeError as error:
         if not section.urls:
             raise
-        raise UserError(f"{role}.urls: {one_line(str(error))}") from None
+        raise UserError(f"{role}.urls: {one_line(str(error))}") from error
     deterministic = config.run.deterministic
     for info in infos:
         key = f"{role}.urls"

@@ -65,6 +65,7 @@ class Stopping:
         self._grace_s, self._say = grace_s, say
         self._ask: Callable[[], None] | None = None
         self._signal: str | None = None
+        self._interrupted = False
         self._limit: asyncio.TimerHandle | None = None
 
     @contextmanager
@@ -72,16 +73,28 @@ class Stopping:
         """End the current task by signals: out comes KeyboardInterrupt or Preempted."""
         task = asyncio.current_task()
         assert task is not None
-        handlers: dict[signal.Signals, Callable[[], object]] = {signal.SIGINT: task.cancel}
+        interrupt = partial(self._interrupt, task)
+        handlers: dict[signal.Signals, Callable[[], object]] = {signal.SIGINT: interrupt}
         for number in PREEMPTIONS:
             handlers[number] = partial(self._preempt, number.name, task)
         try:
             with handled(handlers):
                 yield
-        except asyncio.CancelledError:
-            if self._signal is None:
-                raise KeyboardInterrupt from None
-            raise Preempted(f"{self._signal}, without a further checkpoint") from None
+        except asyncio.CancelledError as cancelled:
+            raise self.meant(cancelled) from None
+
+    def meant(self, error: BaseException) -> BaseException:
+        """Return the end that a signal asked for in place of a cancellation; else the error.
+
+        A cancellation that no signal asked for is an error of its own.
+        """
+        if not isinstance(error, asyncio.CancelledError):
+            return error
+        if self._signal is not None:
+            return Preempted(f"{self._signal}, without a further checkpoint")
+        if self._interrupted:
+            return KeyboardInterrupt()
+        return RuntimeError(f"a part was cancelled, and no signal asked for it {error}".rstrip())
 
     @contextmanager
     def after(self, ask: Callable[[], None]) -> Iterator[None]:
@@ -104,6 +117,10 @@ class Stopping:
                 self._limit.cancel()
         if self._signal is not None:
             raise Preempted(self._signal)
+
+    def _interrupt(self, task: asyncio.Task[None]) -> None:
+        self._interrupted = True
+        task.cancel()
 
     def _preempt(self, name: str, task: asyncio.Task[None]) -> None:
         if self._signal is not None or self._ask is None:

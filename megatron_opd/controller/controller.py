@@ -341,7 +341,7 @@ class Controller(Pipeline):
         first = failures.exceptions[0]
         assert isinstance(first, LoopFailed), repr(first)
         if self._ports.guard is not None and first.loop != "health":
-            cause = await self._ports.guard.diagnose()
+            cause = await self._ports.guard.diagnose(first.cause)
             if cause is not None:
                 return LoopFailed("health", cause)
         return first

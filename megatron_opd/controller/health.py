@@ -27,13 +27,16 @@ class WatchedProcess:
     """Describes a process of this machine.
 
     poll: returns None while it runs, otherwise its exit code (as subprocess.Popen.poll does). log:
-    shown to the user. cause: what ended it, in words, if that is known.
+    shown to the user. cause: what ended it, in words, if that is known. url: where a server is
+    reached; None: it is none. follows: exit codes which say that another part ended before.
     """
 
     name: str
     poll: Callable[[], int | None]
     log: Path | None = None
     cause: Callable[[], str | None] = lambda: None
+    url: str | None = None
+    follows: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +75,7 @@ class HealthGuard:
         engine_refusals: int = 2,
         on_tick: Callable[[], object] | None = None,
     ) -> None:
-        self._processes, self._engines = tuple(processes), tuple(engines)
+        self.processes, self._engines = tuple(processes), tuple(engines)
         self._interval_s, self._engine_interval_s = interval_s, engine_interval_s
         self._engine_misses, self._engine_refusals = engine_misses, engine_refusals
         self._on_tick = on_tick
@@ -88,11 +91,16 @@ class HealthGuard:
             for task in tasks:
                 task.cancel()
 
-    async def diagnose(self, grace_s: float = 1.0) -> ProcessDied | None:
+    async def diagnose(
+        self, error: Exception | None = None, grace_s: float = 1.0
+    ) -> ProcessDied | None:
         """Return the process whose end explains a failure just seen; None after `grace_s`.
 
-        A connection breaks a moment before the process behind it can be reaped.
+        A connection breaks a moment before the process behind it can be reaped. error: the failure,
+        which says nothing here.
         """
+        if not self.processes:
+            return None
         deadline_s = asyncio.get_running_loop().time() + grace_s
         while True:
             dead = self._first_dead()
@@ -123,11 +131,18 @@ class HealthGuard:
         return EngineLost(f"{engine.name} did not answer {misses} times in a row")
 
     def _first_dead(self) -> ProcessDied | None:
-        for process in self._processes:
-            code = process.poll()
-            if code is not None:
-                return _died(process, code)
-        return None
+        ended = [(each, code) for each in self.processes if (code := each.poll()) is not None]
+        return _died(*min(ended, key=_order)) if ended else None
+
+
+def _order(ended: tuple[WatchedProcess, int]) -> tuple[bool, bool, bool]:
+    """Return the place of an end among those seen at once; the likeliest cause is the first.
+
+    What was killed comes before what ended by itself, as a rank does whose peer is gone, and a
+    server before the learner, whose end leaves servers alone.
+    """
+    process, code = ended
+    return code in process.follows, code >= 0, process.url is None
 
 
 def _died(process: WatchedProcess, code: int) -> ProcessDied:

@@ -116,8 +116,8 @@ class Guard(Protocol):
         """Run until cancelled; raise as soon as something watched is gone."""
         ...
 
-    async def diagnose(self) -> Exception | None:
-        """Return the deeper cause after another loop failed, if something watched is gone."""
+    async def diagnose(self, error: Exception) -> Exception | None:
+        """Return what explains why another loop failed, if something watched is gone."""
         ...
 
 

@@ -22,6 +22,7 @@ from zmq.utils.monitor import recv_monitor_message
 from megatron_opd.learner.handing_out import share_header
 from megatron_opd.transport.gate import guard_socket, show_keys
 from megatron_opd.transport.keys import FILE_VARIABLE, KEYS_FILE, RankKeys
+from megatron_opd.transport.lifetime import EXIT_LOST
 from megatron_opd.transport.messages import (
     BadMessage,
     Failed,
@@ -44,7 +45,6 @@ SAY_EVERY_S = 30.0
 LINGER_MS = 2000
 # the keys of an earlier controller may lie where the new one's will be
 KEYS_GRACE_S = 30.0
-EXIT_LOST = 3
 
 _CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
 # AUTH: the controller does not know our key. NO_DETAIL: it could not read our first message, which

@@ -10,6 +10,8 @@ import sys
 PARENT_VARIABLE = "MEGATRON_OPD_PARENT"
 """Environment variable with the parent's process id, so that a child notices a parent that ended
 while the child's Python was still starting."""
+EXIT_LOST = 3
+"""What a rank exits with because its controller, or the way to it, is gone."""
 _PR_SET_PDEATHSIG = 1
 
 

@@ -303,4 +303,5 @@ class WeightSync:
             # it may have been given up meanwhile by who watches its process
             if url in self._fleet.urls and not self._lose(url, why):
                 cause = "" if why in str(error) else f": {why}"
-                raise WeightSyncFailed(f"{error}; without {url} too few servers are left{cause}")
+                said = f"{error}; without {url} too few servers are left{cause}"
+                raise WeightSyncFailed(said) from error

@@ -23,9 +23,9 @@ from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
-from megatron_opd.learner.channel import EXIT_LOST
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.keys import RANK_VARIABLE
+from megatron_opd.transport.lifetime import EXIT_LOST
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch
 from megatron_opd.weight_sync.broadcast_messages import (

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from megatron_opd.cli.guards import PartGone, RunGuard, while_alive
+from megatron_opd.cli.errors import PartGone
+from megatron_opd.cli.guards import RunGuard, while_alive
 from megatron_opd.controller.health import HealthGuard, ProcessDied, WatchedProcess
 from megatron_opd.transport.zmq import LearnerError
 
@@ -21,7 +22,7 @@ class Learner:
 
     async def failed(self) -> LearnerError:
         await self.gone.wait()
-        return LearnerError("learner rank 0 is gone: its connection ended")
+        return LearnerError("learner rank 0 is gone: its connection ended", final=False)
 
 
 def process(code: str) -> subprocess.Popen[bytes]:

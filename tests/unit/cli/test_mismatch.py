@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron_opd.cli import mismatch_run
+from megatron_opd.cli.errors import PartGone
 from megatron_opd.cli.mismatch_options import Options
 from megatron_opd.cli.mismatch_plot import draw
 from megatron_opd.cli.mismatch_report import figures_of, tables
@@ -155,7 +156,7 @@ def test_a_failure_keeps_the_logs_and_names_them(
 ):
     async def fails(self: Any, scratch: Path) -> None:
         (scratch / "learner.log").write_text("the end")
-        raise mismatch_run.PartGone("the learner is gone")
+        raise PartGone("the learner is gone")
 
     monkeypatch.setattr(mismatch_run.MismatchRun, "_measure", fails)
     monkeypatch.setattr(mismatch_run.tempfile, "tempdir", str(tmp_path))

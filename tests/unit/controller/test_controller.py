@@ -387,7 +387,7 @@ class DyingServer:
         await asyncio.sleep(self.at_s)
         raise RuntimeError("student-0 exited with code -9, see logs/student-0.log")
 
-    async def diagnose(self):
+    async def diagnose(self, error):
         await asyncio.sleep(0.1)
         return RuntimeError("student-0 exited with code -9, see logs/student-0.log")
 

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from megatron_opd.cli.ends import explained
 from megatron_opd.cli.processes import Processes
 from megatron_opd.controller.health import (
     EngineLost,
@@ -163,8 +164,8 @@ def test_a_failure_outside_the_loops_names_the_process_too(tmp_path):
     spec = ServerSpec(model_path="m", role="student", port=1234)
     error = ServerUnreachable(spec.url, "/generate", "reset", sent=True)
     dead = Processes([DeadServer(spec, tmp_path / "s.log")], None)
-    assert run_virtual(dead.explain(error)) == (
+    assert str(run_virtual(explained(error, dead.watched()))) == (
         "student server http://127.0.0.1:1234 ended: detokenizer (pid 7) ended with signal 9, "
         f"see {tmp_path / 's.log'}"
     )
-    assert run_virtual(Processes([], None).explain(error)) == str(error)
+    assert run_virtual(explained(error, [])) is None
