@@ -102,6 +102,10 @@ class ServerDied(BridgeError):
         Exception.__init__(self, "\n".join(map(printable, message.splitlines())))
 
 
+class ModelRefused(ServerDied):
+    """Reports in one line why a server cannot serve its checkpoint, with the key that named it."""
+
+
 class PortInUse(BridgeError):
     """Reports that the port a server should listen on is taken."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from megatron_opd.launch.launcher import Launcher, Place, Process, ProcessSpec
 from sglang_bridge.errors import ServerDied
-from sglang_bridge.server.launch import is_ready, last_lines, next_log
+from sglang_bridge.server.launch import is_ready, next_log, why_ended
 
 POLL_S = 0.5
 
@@ -67,12 +67,12 @@ class RemoteServer:
             code = self.exit_code()
             if code is not None:
                 self.stop(0)
-                raise ServerDied(self._obituary(f"ended with status {code} during start-up"))
+                raise self._ended(f"ended with status {code} during start-up")
             if is_ready(self.url):
                 return
             time.sleep(POLL_S)
         self.stop(1)
-        raise ServerDied(self._obituary(f"was not ready within {timeout_s:g} s"))
+        raise self._ended(f"was not ready within {timeout_s:g} s")
 
     def stop(self, grace_s: float) -> None:
         """End it and all that it started."""
@@ -83,9 +83,8 @@ class RemoteServer:
         place = self._launcher.replace(self._place, self._say)
         return RemoteServer(self._launcher, place, self._make, next_log(self.log_path), self._say)
 
-    def _obituary(self, what: str) -> str:
-        where = f"{self.name} on {self._place.node}"
-        return f"{where} {what}; the end of {self.log_path}:\n{last_lines(self.log_path)}"
+    def _ended(self, what: str) -> ServerDied:
+        return why_ended(self.log_path, what, f"{self.name} on {self._place.node}")
 
 
 class RemoteLearner:

@@ -55,6 +55,7 @@ def make_spec(
         shares_memory=role == STUDENT and config.schedule.time_shared,
         gpus=gpus,
         interface=config.cluster.interface,
+        model_key=f"{role}.model",
         extra_args=section.extra_args,
     )
     if spec.interface is not None:

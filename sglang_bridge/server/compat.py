@@ -38,6 +38,8 @@ ON_IDLE = "sglang.srt.managers.scheduler.Scheduler.on_idle"
 VALIDATE = "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request"
 NATIVE_EXPERTS = "sglang.srt.layers.moe.fused_moe_native.moe_forward_native"
 BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
+LOAD_MODEL = "sglang.srt.model_loader.loader.DefaultModelLoader.load_model"
+LOAD_WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only"
 QUANT_CONFIG = "sglang.srt.model_loader.loader._get_quantization_config"
 SAMPLE = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
 # of servers that keep gates, alone
@@ -63,6 +65,8 @@ TARGETS = (
     BATCH_INVARIANT,
     SAMPLE,
     QUANT_CONFIG,
+    LOAD_MODEL,
+    LOAD_WEIGHTS,
     INIT_GROUP,
 )
 GATE_TARGETS = (EXPERT_RECORD, EXPERT_CHOICE, EXPERT_CAPTURE)
@@ -260,6 +264,24 @@ def tp_rank() -> int:
     from sglang.srt.runtime_context import get_parallel
 
     return get_parallel().tp_rank
+
+
+def model_path() -> str:
+    """Returns the checkpoint's directory of this server."""
+    from sglang.srt.runtime_context import get_server_args
+
+    args: Any = get_server_args()
+    return args.model_path
+
+
+def gather_from_ranks(value: Any) -> list[Any]:
+    """Returns what every rank of this server gives, on all of them; each must call it."""
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    group = get_world_group()
+    found: list[Any] = [None] * group.world_size
+    torch.distributed.all_gather_object(found, value, group=group.cpu_group)
+    return found
 
 
 # ---------------------------------------------------------------- requests and batches

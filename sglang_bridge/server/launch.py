@@ -18,9 +18,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-from sglang_bridge.errors import PortInUse, ServerDied
+from sglang_bridge.errors import ModelRefused, PortInUse, ServerDied
 from sglang_bridge.server import files
-from sglang_bridge.server.spec import ServerSpec, server_command, server_env
+from sglang_bridge.server.spec import REFUSED, ServerSpec, server_command, server_env
 from sglang_bridge.server.workers import group_states, process_group
 
 POLL_S = 0.2
@@ -48,6 +48,21 @@ def last_lines(path: Path, count: int = 20) -> str:
     except FileNotFoundError:
         lines = []
     return "\n".join(lines[-count:]) if lines else "(the log is empty)"
+
+
+def why_ended(log: Path, what: str, name: str) -> ServerDied:
+    """Returns the error of a server that ended: ModelRefused where its log says so itself.
+
+    what: how it ended, in words, of a server called `name`.
+    """
+    try:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    refused = [line.removeprefix(REFUSED) for line in lines if line.startswith(REFUSED)]
+    if refused:
+        return ModelRefused(f"{refused[0]} (see {log})")
+    return ServerDied(f"{name} {what}; the end of {log}:\n{last_lines(log)}")
 
 
 def next_log(path: Path) -> Path:
@@ -142,13 +157,13 @@ class ServerProcess:
             status = self._process.poll()
             if status is not None:
                 self.stop(grace_s=0)
-                raise ServerDied(self._obituary(f"ended with status {status} during start-up"))
+                raise self._ended(f"ended with status {status} during start-up")
             if is_ready(self.url):
                 self._pids.update(process_group(self._process.pid))
                 return
             time.sleep(POLL_S)
         self.stop(grace_s=1)
-        raise ServerDied(self._obituary(f"was not ready within {timeout_s:g} s"))
+        raise self._ended(f"was not ready within {timeout_s:g} s")
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Ends the whole process group: SIGTERM, SIGKILL after at most `grace_s`. Safe to repeat.
@@ -174,11 +189,9 @@ class ServerProcess:
         self._cause = self.cause()
         files.remove(self.files, self._pids)
 
-    def _obituary(self, what: str) -> str:
-        return (
-            f"{self.spec.role} server on port {self.spec.port} ({self.spec.model_path}) {what}; "
-            f"the end of {self.log_path}:\n{last_lines(self.log_path)}"
-        )
+    def _ended(self, what: str) -> ServerDied:
+        name = f"{self.spec.role} server on port {self.spec.port} ({self.spec.model_path})"
+        return why_ended(self.log_path, what, name)
 
     def _group_lives(self, group: int) -> bool:
         assert self._process is not None

@@ -79,11 +79,11 @@ def pieces(model: torch.nn.Module) -> list[Piece]:
                 "student.quantization are supported)"
             )
         owner, _, leaf = name.rpartition(".")
-        found.extend(_pieces_of(modules[owner], owner, leaf, parameter.data))
+        found.extend(pieces_of(modules[owner], owner, leaf, parameter.data))
     return found
 
 
-def _pieces_of(
+def pieces_of(
     module: torch.nn.Module, owner: str, leaf: str, data: torch.Tensor
 ) -> Iterator[Piece]:
     """Yields the pieces of one parameter, by the kind of layer it belongs to."""

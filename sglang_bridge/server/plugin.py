@@ -18,6 +18,7 @@ from sglang_bridge.server import (
     draws,
     gates,
     invariance,
+    loaded,
     memory,
     meter,
     pieces,
@@ -69,6 +70,8 @@ def register() -> None:
     compat.hook(compat.INIT_GROUP, around_init_group, "around")
     compat.hook(compat.BATCH_INVARIANT, around_batch_invariant, "around")
     compat.hook(compat.SAMPLE, around_sample, "around")
+    compat.hook(compat.LOAD_MODEL, loaded.around_load_model, "around")
+    compat.hook(compat.LOAD_WEIGHTS, loaded.around_load_weights, "around")
     compat.hook(compat.QUANT_CONFIG, around_quant_config, "around")
     if gates.kept():
         compat.hook(compat.EXPERT_RECORD, gates.around_record, "around")

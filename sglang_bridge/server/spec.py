@@ -21,6 +21,9 @@ QUANTIZATION_VARIABLE = "SGLANG_BRIDGE_QUANTIZATION"
 GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
 WEIGHTS_DIR_VARIABLE = "SGLANG_BRIDGE_WEIGHTS_DIR"
 GATES_VARIABLE = "SGLANG_BRIDGE_ROUTING_WEIGHTS"  # 1: keep them
+MODEL_KEY_VARIABLE = "SGLANG_BRIDGE_MODEL_KEY"
+REFUSED = "sglang_bridge: refused: "
+"""Start of the line of a server's log that says why it cannot serve its model."""
 MOE_FLAGS = ("--moe-runner-backend", "--moe-a2a-backend")
 MEMORY_FLAGS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
 # No process of a server loads a tokenizer then: 0.24 GB less for three processes and 49k tokens. A
@@ -50,8 +53,8 @@ class ServerSpec:
     weights; None: it reads none from disk. shares_memory: it can give up GPU memory while it is
     idle, and keeps its weights in host memory then (server/memory.py). gpus: what CUDA calls the
     GPUs that it sees, one for each of its tp ranks (gpus.py); None: those that its parent sees.
-    interface: on which its groups listen; None: that of host. extra_args: appended to the command
-    line.
+    interface: on which its groups listen; None: that of host. model_key: what messages call the
+    setting that names the model. extra_args: appended to the command line.
     """
 
     model_path: str
@@ -76,6 +79,7 @@ class ServerSpec:
     shares_memory: bool = False
     gpus: tuple[str, ...] | None = None
     interface: str | None = None
+    model_key: str = "--model-path"
     extra_args: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -148,6 +152,7 @@ def server_env(
         QUANTIZATION_VARIABLE: spec.quantization,
         WEIGHTS_DIR_VARIABLE: spec.weights_dir,
         GATES_VARIABLE: "1" if spec.routed_gates else None,
+        MODEL_KEY_VARIABLE: spec.model_key,
     }
     for name, value in given.items():
         env.pop(name, None)

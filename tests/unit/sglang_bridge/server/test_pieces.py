@@ -89,7 +89,7 @@ def test_a_rank_of_padding_alone_holds_no_piece(
     module.shard_indices = SimpleNamespace(
         num_added_elements=0, num_org_elements=count, org_vocab_start_index=min(5, 3 * rank)
     )
-    found = list(pieces._pieces_of(module, "model.embed_tokens", "weight", torch.zeros(3, 4)))
+    found = list(pieces.pieces_of(module, "model.embed_tokens", "weight", torch.zeros(3, 4)))
     assert [(piece.start, piece.length) for piece in found] == held
     assert all(piece.view.shape == (piece.length, 4) for piece in found)
 

@@ -1,0 +1,262 @@
+"""Checks that every element of a served model came from its checkpoint.
+
+SGLang's models read what a checkpoint holds and do not look at what it lacks: such a parameter is
+memory that nobody wrote. So each is filled with a pattern before SGLang reads the checkpoint, and
+what still holds it afterwards was not loaded: a whole tensor, one of those that are fused into a
+parameter, an expert of a stack. Whatever wrote an element counts, so this holds for every model.
+Parameters that quantisation may leave as they were made (a scale of 1) are put back.
+
+Buffers are computed from the configuration and not looked at.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import isfinite
+from typing import Any
+
+import torch
+from torch.nn.parameter import UninitializedTensorMixin
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from sglang_bridge.errors import one_line
+from sglang_bridge.server import compat, pieces
+from sglang_bridge.server.spec import MODEL_KEY_VARIABLE, REFUSED
+
+logger = logging.getLogger(__name__)
+
+PATTERNS = {1: 0x7F, 2: 0x7FE5, 4: 0x7FE5A5A5, 8: 0x7FFDA5A5A5A5A5A5}
+"""What is put into each element, by its bytes: a NaN of each float type that no arithmetic makes."""
+AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BLOCK = 1 << 26
+"""Elements that are compared at once, with a byte of memory for each."""
+MAY_STAY = ("scale", "zero", "offset", "amax")
+"""Parts of names of parameters that quantised checkpoints may leave out: a constant stands in."""
+HARMLESS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+"""Ends of names of tensors that follow from config.json, and that no model reads."""
+SHOWN = 3
+
+_is_draft = False  # whether SGLang loads the model that drafts for another
+
+
+class Incomplete(RuntimeError):
+    """Reports that a checkpoint lacks what its model has, or cannot be read."""
+
+
+def around_load_model(original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
+    """Keeps whether the model that is loaded now only drafts for another."""
+    global _is_draft
+    _is_draft = bool(kwargs["model_config"].is_draft_model)
+    try:
+        return original(loader, *args, **kwargs)
+    finally:
+        _is_draft = False
+
+
+def around_load_weights(
+    original: Callable[..., None], model: Any, weights: Iterable[Any], *args: Any, **kwargs: Any
+) -> None:
+    """Loads a model for the first time and raises Incomplete, on every rank, if it is not whole.
+
+    A model that drafts takes some parameters from the one it drafts for, and cannot change what is
+    sampled.
+    """
+    if _is_draft or hasattr(model, "_bridge_loaded"):  # a weight sync from disk
+        original(model, weights, *args, **kwargs)
+        return
+    model._bridge_loaded = True
+    defaults = poison(model)
+    reads = Reads()
+    failed: list[str] = []
+    try:
+        with reads:
+            original(model, reads.watched(weights), *args, **kwargs)
+    except Exception as error:  # noqa: BLE001  (whatever a model raises for a tensor, told below)
+        logger.exception("the checkpoint cannot be loaded")
+        failed = [one_line(f"{type(error).__name__}: {error}", 200)]
+    lacking = [] if failed else missing(model, defaults)
+    found = compat.gather_from_ranks((failed, lacking, sorted(reads.unread)))
+    errors = [text for each in found for text in each[0]]
+    names = sorted({name for each in found for name in each[1]})
+    if errors:
+        refuse(f"cannot be loaded as config.json describes it: {errors[0]}")
+    if names:
+        refuse(f"lacks {some(names)}, which a model of its config.json has")
+    unread = tuple(sorted(set.intersection(*(set(each[2]) for each in found))))
+    if unread:
+        logger.warning("%s of the checkpoint were not read by the model", some(unread))
+
+
+def refuse(what: str) -> None:
+    """Writes one line for whoever started this server and raises Incomplete. what: see there."""
+    key = os.environ.get(MODEL_KEY_VARIABLE, "--model-path")
+    if compat.tp_rank() == 0:
+        sys.stderr.write(f"{REFUSED}{key}: {compat.model_path()} {what}\n")
+        sys.stderr.flush()
+    raise Incomplete(what)
+
+
+def some(names: Sequence[str]) -> str:
+    """Returns `2 tensors (a, b)`; the first few of many."""
+    first = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
+    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({first})"
+
+
+# ---------------------------------------------------------------- what was not written
+
+
+def poison(model: torch.nn.Module) -> dict[str, float]:
+    """Fills every parameter with its type's pattern; returns {name: constant} of what may stay."""
+    defaults: dict[str, float] = {}
+    for name, parameter in model.named_parameters():
+        held = _held(parameter)
+        if held is None:
+            continue
+        if any(part in name.rpartition(".")[2] for part in MAY_STAY):
+            constant = _constant(parameter.data)
+            if constant is not None:
+                defaults[name] = constant
+        held.fill_(_pattern(parameter))
+    return defaults
+
+
+def missing(model: torch.nn.Module, defaults: dict[str, float]) -> list[str]:
+    """Returns what no element of was written, or not every one, by the checkpoint's names.
+
+    Parameters in `defaults` that are whole as they were left get their constant back.
+    """
+    modules = dict(model.named_modules())
+    found: list[str] = []
+    for name, parameter in model.named_parameters():
+        held = _held(parameter)
+        if held is None or not is_poisoned(held, _pattern(parameter), _is_exact(parameter)):
+            continue
+        if name in defaults and bool((held == _pattern(parameter)).all()):
+            parameter.data.fill_(defaults[name])
+            continue
+        owner, _, leaf = name.rpartition(".")
+        found += _parts(modules[owner], owner, leaf, parameter) or [name]
+    return found
+
+
+def is_poisoned(held: torch.Tensor, pattern: int, exact: bool) -> bool:
+    """Returns whether elements hold the pattern.
+
+    exact: one is enough. Else, of packed integers, which may be the pattern by chance, it takes a
+    whole row or column.
+    """
+    if exact:
+        flat = held.reshape(-1) if held.is_contiguous() else held.contiguous().view(-1)
+        return any(bool((block == pattern).any()) for block in flat.split(BLOCK))
+    if held.ndim < 2:
+        return held.numel() > 1 and bool((held == pattern).all())
+    each = held.reshape(-1, *held.shape[-2:])
+    for matrix in each:
+        same = matrix == pattern
+        if bool(same.all(0).any()) or bool(same.all(1).any()):
+            return True
+    return False
+
+
+def _pattern(parameter: torch.Tensor) -> int:
+    # no symmetric quantisation gives a whole row of it, as it gives 127 for a row of one number
+    return -128 if parameter.dtype == torch.int8 else PATTERNS[parameter.element_size()]
+
+
+def _is_exact(parameter: torch.Tensor) -> bool:
+    return parameter.is_floating_point()
+
+
+def _held(parameter: Any) -> torch.Tensor | None:
+    """Return a parameter's memory as integers; None: it has none yet, or no known size."""
+    if isinstance(parameter, UninitializedTensorMixin) or parameter.is_meta:
+        return None
+    kind = AS_INTEGERS.get(parameter.element_size())
+    if kind is None or parameter.numel() == 0 or parameter.dtype in (torch.bool, torch.complex64):
+        return None
+    data = parameter.data
+    return data.view(kind) if data.dtype != kind else data
+
+
+def _constant(data: torch.Tensor) -> float | None:
+    """Return the one number that all elements are; None: they differ, or it is 0 or none.
+
+    Memory that was never written is often 0, and no scale is.
+    """
+    first = float(data.reshape(-1)[0])
+    if not isfinite(first) or first == 0:
+        return None
+    return first if bool((data.float() == first).all()) else None
+
+
+def _parts(module: Any, owner: str, leaf: str, parameter: torch.Tensor) -> list[str]:
+    """Return the checkpoint's names of what is poisoned in a parameter; none: it is not known."""
+    try:
+        every = list(pieces.pieces_of(module, owner, leaf, parameter.data))
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return []  # of a layer that weight syncs do not know: the parameter is named as a whole
+    pattern, exact = _pattern(parameter), _is_exact(parameter)
+    views = ((piece.hf_name, _held(piece.view)) for piece in every)
+    return [name for name, held in views if held is not None and is_poisoned(held, pattern, exact)]
+
+
+# ---------------------------------------------------------------- what was not read
+
+
+class Reads(TorchDispatchMode):
+    """Records which of a checkpoint's tensors were read by an operation that is more than a view.
+
+    unread: names of those that nothing read, without the harmless ones.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unread: set[str] = set()
+        self._starts: list[int] = []
+        self._ranges: dict[int, tuple[int, str]] = {}
+
+    def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Any]:
+        """Yields the checkpoint's tensors as they come."""
+        for name, tensor in weights:
+            if not name.endswith(HARMLESS) and tensor.numel() and not _is_zero_bias(name, tensor):
+                self._add(name, tensor)
+            yield name, tensor
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        start = tensor.data_ptr()
+        if start not in self._ranges:
+            bisect.insort(self._starts, start)
+        # one that was there before has been freed
+        self._ranges[start] = (start + tensor.numel() * tensor.element_size(), name)
+        self.unread.add(name)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Runs an operation and notes what it reads."""
+        if self.unread and not func.is_view:
+            for value in args:
+                for tensor in value if isinstance(value, list | tuple) else (value,):
+                    if isinstance(tensor, torch.Tensor):
+                        self._read(tensor)
+        return func(*args, **(kwargs or {}))
+
+    def _read(self, tensor: torch.Tensor) -> None:
+        try:
+            place = tensor.data_ptr()
+        except RuntimeError:  # a tensor without memory of its own
+            return
+        index = bisect.bisect_right(self._starts, place) - 1
+        if index >= 0:
+            end, name = self._ranges[self._starts[index]]
+            if place < end:
+                self.unread.discard(name)
+
+
+def _is_zero_bias(name: str, tensor: torch.Tensor) -> bool:
+    """Return whether it adds nothing: GPTQ's checkpoints have such biases of every layer."""
+    return name.endswith(".bias") and not bool(tensor.any())
