@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from megatron_opd.checkpoint.hf_files import check_complete
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.models.ranks import Placement
@@ -41,10 +42,12 @@ class FreshSource:
 def source_of(path: Path, spec: ModelSpec, seed: int | None) -> TensorSource:
     """Open the checkpoint at `path`; without weights there, a fresh initialisation from `seed`.
 
-    ValueError: no weights and no seed.
+    ValueError: no weights and no seed, or tensors that are not all of the model's.
     """
     if SafetensorsSource.exists(path):
-        return SafetensorsSource(path)
+        source = SafetensorsSource(path)
+        check_complete(source.tensors, spec, path)
+        return source
     if MegatronSource.exists(path):
         return MegatronSource(path, spec)
     if seed is None:

@@ -32,6 +32,8 @@ DTYPE_BITS = {
 # The format's own limit.
 MAX_HEADER_BYTES = 100_000_000
 SHOWN = 3
+MODEL_PREFIXES = ("model.", "lm_head.")
+"""Starts of the names of a language model's own tensors."""
 # Buffers that checkpoints of older transformers carry; they follow from config.json.
 IGNORED = ".rotary_emb.inv_freq"
 
@@ -203,27 +205,51 @@ def check_dtype(stored: Stored, path: Path, name: str) -> None:
 
 
 def check_tensors(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -> None:
-    """Check that the tensors are `spec`'s, no more and no less. ValueError names the others."""
+    """Check that the tensors are `spec`'s, no more and no less, of types that a learner can take.
+
+    ValueError names the others.
+    """
     expected = expected_tensors(spec)
-    missing: list[str] = []
-    used: set[str] = set()
-    for name, shape in expected.items():
+    check_complete(tensors, spec, path)
+    for name in expected:
         stored = find(tensors, name)
-        if stored is None:
-            missing.append(name)
-            continue
-        other = in_memory(name)
-        used.add(name if name in tensors or other is None else other.name)
-        check_shape(stored, shape, path, name)
+        assert stored is not None, name
         check_dtype(stored, path, name)
+    _refuse_extra(unread_tensors(tensors, spec), spec, path)
+
+
+def check_complete(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -> None:
+    """Check that every tensor of the model is there with its shape, and none that would be unread.
+
+    Heads of other tasks, which no language model has, may lie beside them. ValueError names those
+    that are missing, misshapen or of no use.
+    """
+    expected = expected_tensors(spec)
+    missing = [name for name in expected if find(tensors, name) is None]
     if missing:
         raise ValueError(f"{path} lacks {_some(missing)}")
-    tied = {"lm_head.weight"} if spec.tied else set[str]()
-    extra = [n for n in tensors if n not in used | tied and not n.endswith(IGNORED)]
+    for name, shape in expected.items():
+        stored = find(tensors, name)
+        assert stored is not None, name
+        check_shape(stored, shape, path, name)
+    extra = unread_tensors(tensors, spec)
+    _refuse_extra([name for name in extra if name.startswith(MODEL_PREFIXES)], spec, path)
+
+
+def unread_tensors(tensors: Mapping[str, Stored], spec: ModelSpec) -> list[str]:
+    """List the tensors that nothing reads, without those that follow from config.json."""
+    used: set[str] = {"lm_head.weight"} if spec.tied else set()
+    for name in expected_tensors(spec):
+        other = in_memory(name)
+        used.add(name if name in tensors or other is None else other.name)
+    return [name for name in tensors if name not in used and not name.endswith(IGNORED)]
+
+
+def _refuse_extra(extra: list[str], spec: ModelSpec, path: Path) -> None:
     if extra:
         raise ValueError(
             f"{path} holds {_some(extra)}, which a {spec.family.name} model of its config.json "
-            "does not have"
+            "does not have: correct config.json, or leave them out of the checkpoint"
         )
 
 

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from pathlib import Path
 
 from megatron_opd.checkpoint.finite import first_not_finite
-from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, check_shape, find, stored_tensors
+from megatron_opd.checkpoint.hf_files import (
+    INDEX,
+    SINGLE,
+    check_complete,
+    check_shape,
+    find,
+    stored_tensors,
+)
 from megatron_opd.cli.errors import UserError
-from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.families import in_memory
+from megatron_opd.models.spec import ModelSpec, read_config
 from megatron_opd.models.tensors import expected_tensors
+
+PLAIN = ("embed_tokens.weight", "norm.weight", "gate.weight", ".bias")
+"""Ends of names of tensors that quantised checkpoints hold as they are."""
+MODELOPT = "hf_quant_config.json"
 
 
 def has_weights(path: Path) -> bool:
@@ -26,21 +39,37 @@ def check_finite(path: Path, key: str) -> None:
 def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
     """Raise UserError, naming the file or the tensor, when the weights cannot be `spec`'s.
 
-    Only headers are read. A model that is served may be quantised, so only tensors that stay as
-    they are, or keep name and shape, are compared: embedding, norms, routers, queries.
+    Only headers are read. A server may be given a quantised checkpoint, whose matrices have names
+    and shapes of their format: of those, each needs tensors of its own, and the others are compared
+    as always. What then is missing of one, the server itself finds when it loads it.
     """
     try:
         tensors = stored_tensors(path)
+        if not _is_quantised(path):
+            check_complete(tensors, spec, path)
+            return
+        owners = {each.rpartition(".")[0] for each in tensors} | tensors.keys()
+        for name, shape in expected_tensors(spec).items():
+            stored = find(tensors, name)
+            if stored is None and not _is_held(owners, name):
+                raise ValueError(f"{path} lacks the tensor {name}")
+            if stored is not None and name.endswith(PLAIN):
+                check_shape(stored, shape, path, name)
     except ValueError as error:
         raise UserError(f"{key}: {error}") from None
-    plain = ("embed_tokens.weight", "layernorm.weight", "gate.weight", "q_proj.weight")
-    for name, shape in expected_tensors(spec).items():
-        if not name.endswith(plain):
-            continue
-        stored = find(tensors, name)
-        if stored is None:
-            raise UserError(f"{key}: {path} lacks the tensor {name}")
-        try:
-            check_shape(stored, shape, path, name)
-        except ValueError as error:
-            raise UserError(f"{key}: {error}") from None
+
+
+def _is_quantised(path: Path) -> bool:
+    """Return whether the checkpoint's matrices are stored in a format of their own."""
+    config = read_config(path / "config.json")
+    described = any(config.get(key) for key in ("quantization_config", "compression_config"))
+    return described or (path / MODELOPT).is_file()
+
+
+def _is_held(owners: Set[str], name: str) -> bool:
+    """Return whether a matrix is there under other last names. owners: all names without those."""
+    if not name.endswith(".weight"):
+        return False
+    other = in_memory(name)
+    fused = other is not None and other.name in owners
+    return name.removesuffix(".weight") in owners or fused

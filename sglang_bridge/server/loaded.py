@@ -20,7 +20,7 @@ from math import isfinite
 from typing import Any
 
 import torch
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_bridge.errors import one_line
@@ -30,7 +30,7 @@ from sglang_bridge.server.spec import MODEL_KEY_VARIABLE, REFUSED
 logger = logging.getLogger(__name__)
 
 PATTERNS = {1: 0x7F, 2: 0x7FE5, 4: 0x7FE5A5A5, 8: 0x7FFDA5A5A5A5A5A5}
-"""What is put into each element, by its bytes: a NaN of each float type that no arithmetic makes."""
+"""What each element holds at first, by its bytes: of floats, a NaN that no arithmetic makes."""
 AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BLOCK = 1 << 26
 """Elements that are compared at once, with a byte of memory for each."""
@@ -75,7 +75,7 @@ def around_load_weights(
     try:
         with reads:
             original(model, reads.watched(weights), *args, **kwargs)
-    except Exception as error:  # noqa: BLE001  (whatever a model raises for a tensor, told below)
+    except Exception as error:
         logger.exception("the checkpoint cannot be loaded")
         failed = [one_line(f"{type(error).__name__}: {error}", 200)]
     lacking = [] if failed else missing(model, defaults)
@@ -173,7 +173,7 @@ def _is_exact(parameter: torch.Tensor) -> bool:
 
 def _held(parameter: Any) -> torch.Tensor | None:
     """Return a parameter's memory as integers; None: it has none yet, or no known size."""
-    if isinstance(parameter, UninitializedTensorMixin) or parameter.is_meta:
+    if is_lazy(parameter) or parameter.is_meta:
         return None
     kind = AS_INTEGERS.get(parameter.element_size())
     if kind is None or parameter.numel() == 0 or parameter.dtype in (torch.bool, torch.complex64):
@@ -234,9 +234,7 @@ class Reads(TorchDispatchMode):
         self._ranges[start] = (start + tensor.numel() * tensor.element_size(), name)
         self.unread.add(name)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and notes what it reads."""
         if self.unread and not func.is_view:
             for value in args:
