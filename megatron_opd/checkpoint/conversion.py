@@ -7,7 +7,6 @@ equal to that of what was written.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import resource
 import shutil
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 
 from megatron_opd.checkpoint.crew import Crew
+from megatron_opd.checkpoint.digest import entry_of
 from megatron_opd.checkpoint.export import COPIED
 from megatron_opd.checkpoint.part_dir import PartDir
 from megatron_opd.models.families import Key
@@ -37,7 +37,8 @@ Record = dict[str, Any]
 class Report:
     """Reports what a conversion did.
 
-    units_kept: units of an earlier run. peak_rss_bytes: of this rank.
+    units_kept: units of an earlier run. peak_rss_bytes: of this rank. padding_rows: of the source's
+    embedding, beyond the vocabulary, which were not written.
     """
 
     target: str
@@ -47,6 +48,7 @@ class Report:
     convert_s: float
     verify_s: float
     peak_rss_bytes: int
+    padding_rows: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,15 +110,6 @@ def _known(part: PartDir, unit: int) -> Record:
     record = part.record(unit)
     assert record is not None, f"unit {unit} is not done"
     return record
-
-
-def entry_of(tensor: torch.Tensor) -> dict[str, str]:
-    """Return {dtype, digest}, which tells a tensor from a damaged one."""
-    data = tensor.contiguous().view(-1).view(torch.uint8).numpy()
-    return {
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "digest": hashlib.blake2b(data.data, digest_size=8).hexdigest(),
-    }
 
 
 def require_same(name: str, tensor: torch.Tensor, expected: dict[str, str], where: Path) -> None:

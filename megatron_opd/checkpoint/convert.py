@@ -49,7 +49,9 @@ def source_of(path: Path, spec: ModelSpec, seed: int | None) -> TensorSource:
         check_complete(source.tensors, spec, path)
         return source
     if MegatronSource.exists(path):
-        return MegatronSource(path, spec)
+        stored = MegatronSource(path, spec)
+        stored.checked_keys()
+        return stored
     if seed is None:
         raise ValueError(f"checkpoint {path} holds no model.safetensors")
     return FreshSource(spec, seed)

@@ -10,6 +10,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from megatron_opd.checkpoint.hf_files import check_complete, stored_tensors
+from megatron_opd.models.spec import read_model_spec
+
 # Files of the source checkpoint that describe the tokenizer or generation and stay as they are.
 COPIED = (
     "tokenizer.json",
@@ -37,7 +40,8 @@ def export_hf(
 
     `target` appears complete or not at all; an earlier checkpoint there is replaced.
     max_file_bytes: a new safetensors file is begun before one would exceed it. may_name: called
-    when all is written; raises when `target` must not appear.
+    when all is written; raises when `target` must not appear. ValueError: the tensors are not
+    those of a model of `source`'s config.json, no more and no less.
     """
     target = target.absolute()
     part = target.with_name(f".{target.name}.part")
@@ -52,6 +56,7 @@ def export_hf(
     config[key] = str(dtype).removeprefix("torch.")
     (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     try:
+        check_complete(stored_tensors(part), read_model_spec(part), target)
         may_name()
     except BaseException:
         shutil.rmtree(part)

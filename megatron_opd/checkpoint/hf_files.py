@@ -85,7 +85,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
             raise ValueError(f"{path}: {name} lacks {line(tensor)}, which {INDEX} places there")
     unlisted = [tensor for tensor in tensors if tensor not in weight_map]
     if unlisted:
-        raise ValueError(f"{index} lacks an entry for {_some(unlisted)}")
+        raise ValueError(f"{index} lacks an entry for {some(unlisted)}")
     return tensors
 
 
@@ -227,7 +227,7 @@ def check_complete(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -
     expected = expected_tensors(spec)
     missing = [name for name in expected if find(tensors, name) is None]
     if missing:
-        raise ValueError(f"{path} lacks {_some(missing)}")
+        raise ValueError(f"{path} lacks {some(missing)}")
     for name, shape in expected.items():
         stored = find(tensors, name)
         assert stored is not None, name
@@ -248,7 +248,7 @@ def unread_tensors(tensors: Mapping[str, Stored], spec: ModelSpec) -> list[str]:
 def _refuse_extra(extra: list[str], spec: ModelSpec, path: Path) -> None:
     if extra:
         raise ValueError(
-            f"{path} holds {_some(extra)}, which a {spec.family.name} model of its config.json "
+            f"{path} holds {some(extra)}, which a {spec.family.name} model of its config.json "
             "does not have: correct config.json, or leave them out of the checkpoint"
         )
 
@@ -260,7 +260,7 @@ def _is_name(value: object) -> bool:
     return value != "" and value == Path(value).name and value.isprintable()
 
 
-def _some(names: Iterable[str]) -> str:
+def some(names: Iterable[str]) -> str:
     """Return `2 tensors: a, b`; the first few of many."""
     listed = sorted(names)
     first = ", ".join(map(line, listed[:SHOWN])) + (", ..." if len(listed) > SHOWN else "")

@@ -6,7 +6,9 @@ Only the pieces that a tensor needs are read, so memory is bounded by the larges
 from __future__ import annotations
 
 import io
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -14,6 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megatron_opd.checkpoint.digest import entry_of
+from megatron_opd.checkpoint.hf_files import some
 from megatron_opd.checkpoint.megatron_names import Place, places, written_keys
 from megatron_opd.checkpoint.restricted_metadata import METADATA, read_metadata
 from megatron_opd.models.families import Key, row_of
@@ -22,7 +26,8 @@ from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import hf_shapes, model_keys
 
 DESCRIPTION = "metadata.json"
-_EMBEDDING = "embedding.word_embeddings.weight"
+EMBEDDING = "embedding.word_embeddings.weight"
+HEAD = "output_layer.weight"
 
 
 class MegatronSource:
@@ -45,10 +50,10 @@ class MegatronSource:
         for index, info in (metadata.storage_data or {}).items():
             if index.offset is not None:
                 self._infos[index.fqn].append((index.offset, info))
-        found = [k for k in self._tensors if k.endswith(_EMBEDDING) and "optimizer" not in k]
+        found = [k for k in self._tensors if k.endswith(EMBEDDING) and "optimizer" not in k]
         if not found:
-            raise ValueError(f"{path} lacks the tensor {_EMBEDDING}")
-        self._prefix = min(found, key=len).removesuffix(_EMBEDDING)
+            raise ValueError(f"{path} lacks the tensor {EMBEDDING}")
+        self._prefix = min(found, key=len).removesuffix(EMBEDDING)
         self._owner = {n: key for key in model_keys(spec) for n in hf_shapes(spec, key)}
         self._last: tuple[Key, dict[str, torch.Tensor]] | None = None
 
@@ -58,15 +63,59 @@ class MegatronSource:
         return (path / DESCRIPTION).is_file() and (path / METADATA).is_file()
 
     def checked_keys(self) -> list[Key]:
-        """Return every parameter of the model.
+        """Return every parameter of the model; together they read all that is stored of it.
 
-        ValueError names one that is missing or misshapen.
+        ValueError names what is missing or misshapen, and what no parameter reads.
         """
         keys = list(model_keys(self.spec))
+        read: Counter[str] = Counter()
         for key in keys:
+            padded = row_of(self.spec.family, key).vocab
             for part, name in enumerate(written_keys(self.spec, key)):
-                self._place(key, part, name)
+                place, (_, size, _) = self._place(key, part, name)
+                read[place] += prod(self._tensors[place].size) if padded else prod(size)
+        unread = [k for k in self.model_tensors if read[k] != prod(self._tensors[k].size)]
+        head = self._prefix + HEAD
+        if self.spec.tied and head in unread and self._holds_the_embedding(head):
+            unread.remove(head)
+        if unread:
+            raise ValueError(
+                f"{self.path} holds {some(map(self._said, unread))}, which a "
+                f"{self.spec.family.name} model of the given config.json does not have: give the "
+                "config.json of the model that was saved"
+            )
         return keys
+
+    @property
+    def model_tensors(self) -> list[str]:
+        """Lists the stored tensors that are a model's, whatever the prefix.
+
+        Others are an optimizer's, and what modules keep for their own arithmetic, such as scales.
+        """
+        others = ("optimizer", "_extra_state")
+        return [key for key in self._tensors if not any(part in key for part in others)]
+
+    @property
+    def padding_rows(self) -> int:
+        """Counts the rows of the embedding that lie beyond the vocabulary and are not read."""
+        return self._tensors[self._prefix + EMBEDDING].size[0] - self.spec.vocab_size
+
+    def stored_pieces(self, key: str) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+        """Yield a stored tensor as the pieces that it is kept in, with their offsets."""
+        sizes = {chunk.offsets: chunk.sizes for chunk in self._tensors[key].chunks}
+        for offset, info in self._infos[key]:
+            yield tuple(offset), self._chunk(key, info, tuple(sizes[offset]))
+
+    def _said(self, key: str) -> str:
+        return f"{key.removeprefix(self._prefix)} {list(self._tensors[key].size)}"
+
+    def _holds_the_embedding(self, head: str) -> bool:
+        """Return whether a tied model's stored head is its embedding, as some programs save it."""
+        row_bytes = [
+            {offset: entry_of(piece) for offset, piece in self.stored_pieces(key)}
+            for key in (head, self._prefix + EMBEDDING)
+        ]
+        return row_bytes[0] == row_bytes[1]
 
     def dtype_of(self, key: Key) -> torch.dtype:
         """Tell the type in which a parameter is stored."""

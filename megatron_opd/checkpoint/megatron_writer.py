@@ -35,7 +35,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from megatron_opd.checkpoint.conversion import entry_of
+from megatron_opd.checkpoint.digest import entry_of
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.checkpoint.megatron_names import CONTENT, state_keys, written_keys
 from megatron_opd.checkpoint.megatron_reader import DESCRIPTION

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,13 @@ from megatron_opd.checkpoint.conversion import (
     Report,
     bytes_of,
     copy_description,
-    entry_of,
     grouped,
     plan_of,
     require_same,
     run,
 )
 from megatron_opd.checkpoint.crew import Crew
+from megatron_opd.checkpoint.digest import entry_of
 from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, file_tensors
 from megatron_opd.checkpoint.hf_reader import read_rows
 from megatron_opd.checkpoint.hf_writer import write_safetensors
@@ -47,8 +48,8 @@ def megatron_to_hf(
 
     model: where config.json and the tokenizer are; None: in the source itself. Where the source
     holds checksums of the tensors that it was made of, they are compared. dtype: None keeps each
-    tensor's. ValueError, one line: the source is damaged or of another model, the target exists,
-    the disk is full.
+    tensor's. ValueError, one line: the source is damaged or of another model, or holds what the
+    model has no place for, the target exists, the disk is full.
     """
     model = source if model is None else model
     spec = read_model_spec(model)
@@ -98,7 +99,8 @@ def megatron_to_hf(
             yield name, read_rows(tensor, 0, tensor.shape[0])
 
     unit_sizes = tuple(sum(sizes[key] for key in unit) for unit in units)
-    return run(Job(part, unit_sizes, write, complete, read_back), crew)
+    report = run(Job(part, unit_sizes, write, complete, read_back), crew)
+    return replace(report, padding_rows=stored.padding_rows)
 
 
 def _read_checksums(source: Path) -> dict[str, Any]:

@@ -42,7 +42,8 @@ def add_parser(verbs: Any) -> None:
         parser.add_argument(
             "--verify",
             action="store_true",
-            help="also compare logits with transformers' (both models whole in memory)",
+            help="also compare all numbers of both checkpoints, and logits with transformers' "
+            "(both models whole in memory)",
         )
         parser.set_defaults(handler=handler)
         return parser
@@ -161,10 +162,27 @@ def _convert(
     shown = asdict(report)
     shown["verified"] = ["checksums"]
     if arguments.verify:
+        shown |= _compare_numbers(megatron, hf, _dtype(arguments))
         shown |= _compare_logits(megatron, hf)
-        shown["verified"].append("logits")
+        shown["verified"] += ["numbers", "logits"]
     sys.stdout.write(json.dumps(shown) + "\n")
     return 0
+
+
+def _compare_numbers(megatron: Path, hf: Path, dtype: Any) -> dict[str, int]:
+    """Compare what both checkpoints hold, whatever converted one into the other. RunFailed."""
+    from megatron_opd.checkpoint.accounting import hf_numbers, megatron_numbers
+    from megatron_opd.models.spec import read_model_spec
+
+    spec = read_model_spec(hf)
+    one, other = megatron_numbers(megatron, spec, dtype), hf_numbers(hf, spec, dtype)
+    if one != other:
+        differ = "of other values" if one.count == other.count else "not as many"
+        raise RunFailed(
+            f"--verify: the numbers in {megatron} and {hf} must be the same, they are {differ}: "
+            f"{one.count} and {other.count}"
+        )
+    return {"numbers": one.count}
 
 
 def _compare_logits(megatron: Path, hf: Path) -> dict[str, float]:

@@ -28,6 +28,7 @@ from megatron_opd.cli.train_data import (
     template_notes,
 )
 from megatron_opd.cli.verifiers import check_isolation, row_tasks
+from megatron_opd.cli.weights import unread_note
 from megatron_opd.config.evaluation import ONLY_SET
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
@@ -156,6 +157,7 @@ def read_inputs(
         *gaps,
         *disk_notes(config, models.student.spec),
         *template_notes(config, models.tokenizer),
+        *unread_notes(models),
         *skipped,
         *lasting(config, train),
         *(
@@ -165,6 +167,12 @@ def read_inputs(
         ),
     )
     return Inputs(models, train, heldout, judge, ends, tuple(absent), said)
+
+
+def unread_notes(models: CheckedModels) -> list[str]:
+    """Return one line for each model whose checkpoint holds tensors that nothing reads."""
+    found = (unread_note(m.path, f"{role}.model", m.spec) for role, m in models.models.items())
+    return [line for line in found if line is not None]
 
 
 def key_of_set(config: Config, name: str) -> str:

@@ -12,7 +12,9 @@ from megatron_opd.checkpoint.hf_files import (
     check_complete,
     check_shape,
     find,
+    some,
     stored_tensors,
+    unread_tensors,
 )
 from megatron_opd.cli.errors import UserError
 from megatron_opd.models.families import in_memory
@@ -57,6 +59,16 @@ def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
                 check_shape(stored, shape, path, name)
     except ValueError as error:
         raise UserError(f"{key}: {error}") from None
+
+
+def unread_note(path: Path, key: str, spec: ModelSpec) -> str | None:
+    """Return a line that names the tensors that no process reads; None: there are none."""
+    if not has_weights(path) or _is_quantised(path):
+        return None
+    unread = unread_tensors(stored_tensors(path), spec)
+    if not unread:
+        return None
+    return f"{key}: {path} holds {some(unread)}, which nothing reads and no export will hold"
 
 
 def _is_quantised(path: Path) -> bool:

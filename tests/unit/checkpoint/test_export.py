@@ -52,3 +52,24 @@ def test_an_export_that_fails_leaves_the_earlier_checkpoint(dense: Path, tmp_pat
     with pytest.raises(RuntimeError, match="lost a rank"):
         export_hf(broken(), dense, target, torch.float32)
     assert (target / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("dropped", "added", "message"),
+    [
+        (["lm_head.weight"], {}, "lacks 1 tensor: lm_head.weight"),
+        ([], {"model.norm.bias": torch.zeros(2)}, "holds 1 tensor: model.norm.bias"),
+    ],
+)
+def test_an_export_holds_a_model_of_its_config_json(
+    dropped: list[str],
+    added: dict[str, torch.Tensor],
+    message: str,
+    dense: Path,
+    tmp_path: Path,
+):
+    tensors = load_file(dense / "model.safetensors") | added
+    kept = ((name, tensor) for name, tensor in tensors.items() if name not in dropped)
+    with pytest.raises(ValueError, match=message):
+        export_hf(kept, dense, tmp_path / "out", torch.float32)
+    assert list(tmp_path.iterdir()) == []

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from megatron_opd.checkpoint.export import export_hf
 from megatron_opd.checkpoint.run_lock import (
@@ -124,16 +125,14 @@ def test_a_writer_of_an_earlier_run_is_refused(tmp_path: Path):
             Claim(tmp_path / "elsewhere" / LOCK, second.claim.token).check()
 
 
-def test_an_export_is_not_named_once_the_directory_is_anothers(tmp_path: Path):
-    source, run_dir = tmp_path / "model", tmp_path / "run"
-    source.mkdir()
-    (source / "config.json").write_text(json.dumps({"dtype": "float32"}))
+def test_an_export_is_not_named_once_the_directory_is_anothers(dense: Path, tmp_path: Path):
+    run_dir = tmp_path / "run"
     earlier = RunLock.take(run_dir)
     earlier.release()
     target = run_dir / "checkpoints" / "final"
-    tensors = [("w", torch.ones(2))]
+    tensors = load_file(dense / "model.safetensors").items()
     with RunLock.take(run_dir), pytest.raises(NotTheHolder):
-        export_hf(tensors, source, target, torch.float32, may_name=earlier.claim.check)
+        export_hf(tensors, dense, target, torch.float32, may_name=earlier.claim.check)
     assert list(target.parent.iterdir()) == []
 
 

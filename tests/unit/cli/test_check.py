@@ -239,6 +239,20 @@ def test_check_with_data_names_the_tensor_that_is_not_finite(
     refused(capsys, code, "student.model", f"model.norm.weight holds {what} at element 3")
 
 
+def test_tensors_that_are_missing_or_that_nothing_reads_are_named(
+    tmp_path: Path, config: dict, models: Path, capsys
+):
+    copy = student_copy(tmp_path, models, config)
+    tensors = load_file(copy / "model.safetensors")
+    save_file(tensors | {"v_head.weight": np.ones(3)}, copy / "model.safetensors")
+    assert call(tmp_path, config, verb="check") == 0
+    assert squeezed("1 tensor: v_head.weight, which nothing reads") in printed(capsys)
+    lost = "model.layers.1.self_attn.k_proj.weight"
+    save_file({k: v for k, v in tensors.items() if k != lost}, copy / "model.safetensors")
+    code = call(tmp_path, config, verb="check")
+    refused(capsys, code, "student.model", f"lacks 1 tensor: {lost}")
+
+
 def test_a_teacher_without_use_is_said(tmp_path: Path, config: dict, capsys):
     options = ["--set", "objective.type=grpo", "--set", "rollout.group_size=4"]
     assert call(tmp_path, config, *options, verb="check") == 0

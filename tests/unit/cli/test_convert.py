@@ -46,7 +46,7 @@ def test_verify_compares_logits_in_a_process_of_its_own(
     code, out, err = called(capsys, "hf-to-megatron", llama, tmp_path / "m", "--verify")
     assert code == 0, err
     report = json.loads(out)
-    assert report["verified"] == ["checksums", "logits"]
+    assert report["verified"] == ["checksums", "numbers", "logits"]
     assert report["max_abs_logit_diff"] <= 1e-5 * report["max_abs_logit"]
     assert report["tokens"] == 64
 

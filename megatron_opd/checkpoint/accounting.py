@@ -1,0 +1,46 @@
+"""Counts and hashes the numbers of a checkpoint, in either format, for `opd convert --verify`.
+
+Nothing here knows how a parameter is named, cut or fused in the other format: what a conversion
+left out, doubled or changed shows, whatever planned it. One stored tensor is in memory at a time.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from megatron_opd.checkpoint.digest import Numbers
+from megatron_opd.checkpoint.hf_files import IGNORED, stored_tensors
+from megatron_opd.checkpoint.megatron_reader import EMBEDDING, HEAD, MegatronSource
+from megatron_opd.models.spec import ModelSpec
+
+
+def hf_numbers(path: Path, spec: ModelSpec, dtype: torch.dtype | None) -> Numbers:
+    """Return the numbers of a Hugging Face checkpoint, cast to `dtype` (None: as they are)."""
+    found = Numbers()
+    for file in sorted({stored.file for stored in stored_tensors(path).values()}):
+        with safe_open(file, framework="pt") as tensors:  # pyright: ignore[reportUnknownVariableType]
+            for name in tensors.keys():  # noqa: SIM118  (not a mapping)
+                if not name.endswith(IGNORED) and not (spec.tied and name == "lm_head.weight"):
+                    found = found.plus(_cast(tensors.get_tensor(name), dtype))
+    return found
+
+
+def megatron_numbers(path: Path, spec: ModelSpec, dtype: torch.dtype | None) -> Numbers:
+    """Return the numbers of a Megatron checkpoint, without the rows that pad its vocabulary."""
+    stored, found = MegatronSource(path, spec), Numbers()
+    for key in stored.model_tensors:
+        is_head = key.endswith(HEAD)
+        if spec.tied and is_head:
+            continue
+        for offset, piece in stored.stored_pieces(key):
+            if is_head or key.endswith(EMBEDDING):
+                piece = piece[: max(0, spec.vocab_size - offset[0])]
+            found = found.plus(_cast(piece, dtype))
+    return found
+
+
+def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    return tensor if dtype is None else tensor.to(dtype)
