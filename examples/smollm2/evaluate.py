@@ -40,10 +40,10 @@ def rendered(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list
     """Return token ids of prompts, by the chat template. ValueError: it does not take one."""
     found: list[list[int]] = []
     how = Rendering(chat_template=True)
-    for prompt, ids in zip(prompts, render_prompts(prompts, tokenizer, how), strict=True):
-        if isinstance(ids, Unusable):
-            raise ValueError(f"{prompt!r}: {ids}")
-        found.append(ids)
+    for prompt, each in zip(prompts, render_prompts(prompts, tokenizer, how), strict=True):
+        if isinstance(each, Unusable):
+            raise ValueError(f"{prompt!r}: {each}")
+        found.append(each.ids)
     return found
 
 

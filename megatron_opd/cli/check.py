@@ -16,6 +16,7 @@ from megatron_opd.cli.memory_tables import memory_tables
 from megatron_opd.cli.placement_table import placement_table
 from megatron_opd.cli.preflight import ModelFacts, check_inputs_are_kept, prompt_limit
 from megatron_opd.cli.prepare import Inputs, checked, key_of_set, read_inputs
+from megatron_opd.cli.rendering import first_prompt
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of
 from megatron_opd.cli.run_dir import check_place
 from megatron_opd.cli.schedule_words import in_verls_words, open_in_words, schedule_in_words
@@ -190,6 +191,15 @@ def data_rows(config: Config, inputs: Inputs, limit: int) -> list[tuple[str, str
     return lines
 
 
+def first_prompt_row(inputs: Inputs) -> list[tuple[str, str]]:
+    """Return the line of the first prompt, as the student is given it."""
+    tokenizer = inputs.checked.tokenizer
+    prompt = next((prompt for found in inputs.train for prompt in found.prompts), None)
+    if tokenizer is None or prompt is None:
+        return []
+    return [("first prompt", first_prompt(tokenizer, prompt.token_ids_P.tolist()))]
+
+
 def check(
     config: Config, console: Console, *, data: bool = False, link_gbs: float = LINK_GBS
 ) -> None:
@@ -216,6 +226,7 @@ def check(
     rows = [
         *plan_rows(config, models),
         *data_rows(config, inputs, prompt_limit(config, models[STUDENT])),
+        *first_prompt_row(inputs),
         *(("note", line) for line in inputs.notes),
         *(("not checked", f"{line}; opd run needs it") for line in inputs.absent),
     ]

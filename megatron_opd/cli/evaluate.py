@@ -7,6 +7,7 @@ import tempfile
 import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 
 from megatron_opd.cli.ends import Ends
@@ -18,6 +19,7 @@ from megatron_opd.cli.placing import gpus_of_server
 from megatron_opd.cli.preflight import read_model
 from megatron_opd.cli.prepare import make_verifiers, prepare
 from megatron_opd.cli.processes import Processes
+from megatron_opd.cli.rendering import template_of_run
 from megatron_opd.cli.roles import STUDENT
 from megatron_opd.cli.servers import make_spec
 from megatron_opd.cli.verifiers import judging
@@ -25,6 +27,7 @@ from megatron_opd.cli.weights import check_weights
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
 from megatron_opd.data.judge import Judge
+from megatron_opd.data.template import RunTemplate, this_moment
 from megatron_opd.evaluation.measure import EvaluationReport, FleetPort, evaluate
 from megatron_opd.evaluation.ports import EvaluatedSet
 from sglang_bridge import open_files
@@ -37,23 +40,32 @@ Found = Callable[[str, EvaluationReport], None]
 
 @dataclass(frozen=True, slots=True)
 class Questions:
-    """Holds what every checkpoint is asked: sets by name, and who judges the answers."""
+    """Holds what every checkpoint is asked: sets by name, and who judges the answers.
+
+    template: what the sets were rendered with.
+    """
 
     config: Config
     sets: Mapping[str, EvaluatedSet]
     judge: Judge
+    template: RunTemplate
 
 
-def questions_of(config: Config) -> Questions:
-    """Read the held-out sets of a configuration. Raises UserError."""
+def questions_of(config: Config, clock: datetime | None = None) -> Questions:
+    """Read the held-out sets of a configuration. Raises UserError.
+
+    clock: the moment that chat templates are given; None: that of the run in run.dir, or now.
+    """
     open_files.raise_limit()
-    prepared = prepare(config)
+    of_run = template_of_run(config.run.dir) if clock is None else None
+    clock = of_run.clock if of_run is not None else clock or this_moment()
+    prepared = prepare(config, kept=RunTemplate(clock))
     sets = evaluated_sets(config, prepared)
     if not sets or prepared.judge is None:
         raise UserError(
             "opd eval needs evaluation.problems > 0, data.heldout and a task with a verifier"
         )
-    return Questions(config, sets, prepared.judge)
+    return Questions(config, sets, prepared.judge, prepared.template)
 
 
 def evaluate_checkpoint(config: Config, model: Path) -> dict[str, EvaluationReport]:

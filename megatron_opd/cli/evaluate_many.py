@@ -12,6 +12,7 @@ import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +109,18 @@ def asked(questions: Questions) -> dict[str, Any]:
     }
     data = config.data.model_dump(mode="json", include=set(READ_AS))
     stop = list(config.rollout.stop)
-    return {"sets": sets, "task": config.data.task, "seed": config.run.seed, "stop": stop} | data
+    template = questions.template.as_json()
+    read = {"clock": template["clock"], "template": template["source"]}
+    task = {"task": config.data.task, "seed": config.run.seed, "stop": stop}
+    return {"sets": sets} | task | data | read
+
+
+def clock_of(record: Path) -> datetime | None:
+    """Return the moment that the questions of a record were rendered at, None without one."""
+    try:
+        return datetime.fromisoformat(json.loads(record.read_bytes())["question"]["clock"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None  # Record says what is wrong with it
 
 
 class Record:
@@ -157,7 +169,7 @@ def evaluate_checkpoints(
         check_writable("--plot", plot)
         check_plot(plot)
     checkpoints = checkpoints_of(paths)
-    questions = questions_of(config)
+    questions = questions_of(config, clock_of(out))
     record = Record(out, asked(questions))
     for checkpoint in checkpoints:
         _evaluate(questions, checkpoint, record, console)

@@ -33,6 +33,7 @@ from megatron_opd.cli.placing import placement_here, with_backend
 from megatron_opd.cli.preflight import ModelFacts, check_addresses, check_models
 from megatron_opd.cli.prepare import checked, read_train
 from megatron_opd.cli.processes import Processes
+from megatron_opd.cli.rendering import rendering_notes, with_template
 from megatron_opd.cli.roles import STUDENT
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.startup import all_up, join_role
@@ -74,11 +75,12 @@ class Prepared:
 
 def prepare(config: Config, num_prompts: int) -> Prepared:
     """Check the student's model and the prompts; teachers are not looked at. Raises UserError."""
-    models = check_models(config, teachers=False)
+    models, _ = with_template(config.data, check_models(config, teachers=False), None)
     read = read_train(config, models)
     sources = sources_of(config, read)
     source = PromptSource(sources, seed=config.run.seed, shuffle=config.data.shuffle)
     notes = list(sampler_gaps(config, models.student.spec))
+    notes += rendering_notes(config, models, read)
     notes += [line for each in read if (line := each.skipped_line) is not None]
     there = sum(len(each.prompts) for each in read)
     if num_prompts > there:

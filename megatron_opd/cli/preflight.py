@@ -6,7 +6,7 @@ A run that passes them fails later only for causes outside its input.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.wording import shown
+from megatron_opd.data.template import RunTemplate
 from megatron_opd.models.families import FAMILIES
 from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
 from megatron_opd.planning import learner as planning_learner
@@ -77,11 +78,13 @@ class CheckedModels:
     """Holds every role's model, the student's first, and the tokenizer that they share.
 
     tokenizer: None, and absent: a line for each, where `opd check` plans with what is not here.
+    template: what the tokenizer renders chats with.
     """
 
     models: dict[Role, ModelFacts]
     tokenizer: PreTrainedTokenizerBase | None
     absent: tuple[str, ...]
+    template: RunTemplate = field(default_factory=RunTemplate)
 
     @property
     def student(self) -> ModelFacts:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -17,6 +17,7 @@ from megatron_opd.cli.disk_tables import disk_notes
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.notes import notes, sampler_gaps
 from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, prompt_limit
+from megatron_opd.cli.rendering import rendering_notes, rendering_of, with_template
 from megatron_opd.cli.roles import Role, teacher_roles
 from megatron_opd.cli.sinks import check_sinks
 from megatron_opd.cli.tokenizer_files import end_tokens
@@ -25,7 +26,6 @@ from megatron_opd.cli.train_data import (
     chosen_source,
     lasting,
     seen_problems,
-    template_notes,
 )
 from megatron_opd.cli.verifiers import check_isolation, row_tasks
 from megatron_opd.cli.weights import unread_note
@@ -37,9 +37,9 @@ from megatron_opd.data.files import is_source
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.prompts import PromptRules, PromptSet, load_prompts
 from megatron_opd.data.records import Columns
-from megatron_opd.data.render import Rendering
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.data.tasks import get_task, get_verifier
+from megatron_opd.data.template import RunTemplate
 from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.metrics.token_texts import Decode
 from megatron_opd.teacher.guard import PROMPTS
@@ -87,8 +87,8 @@ class Prepared:
     evaluation problems by set, empty when there is no evaluation. judge: None when the task has no
     verifier. decode: turns token ids into text. probes: training prompts by teacher, to look at its
     scores before the run. end_ids: those that end a response of the student.
-    prompts_skipped: rows of the training files that cannot be used, by cause. notes: for the
-    terminal.
+    template: what chats are rendered with. prompts_skipped: rows of the training files that cannot
+    be used, by cause. notes: for the terminal.
     """
 
     student: ModelFacts
@@ -100,6 +100,7 @@ class Prepared:
     decode: Decode
     probes: Mapping[str, tuple[Prompt, ...]]
     end_ids: frozenset[int] = frozenset()
+    template: RunTemplate = field(default_factory=RunTemplate)
     notes: tuple[str, ...] = ()
 
 
@@ -112,13 +113,18 @@ def checked(load: Callable[[], ResultT]) -> ResultT:
 
 
 def read_inputs(
-    config: Config, *, plan: bool = False, first_rows: int | None = None, data: bool = True
+    config: Config,
+    *,
+    kept: RunTemplate | None = None,
+    plan: bool = False,
+    first_rows: int | None = None,
+    data: bool = True,
 ) -> Inputs:
     """Check the models and read the data as a run will. Raises UserError.
 
-    plan: where a model's weights are not on this machine, check as far as its files go, and let a
-    data file be elsewhere too, unless `data` asks for it. first_rows: rows of each data file to
-    read; None: all.
+    kept: what the run has rendered chats with so far; None: it begins. plan: where a model's
+    weights are not on this machine, check as far as its files go, and let a data file be elsewhere
+    too, unless `data` asks for it. first_rows: rows of each data file to read; None: all.
     """
     checked(lambda: check_sinks(config))
     checked(lambda: get_task(config.data.task))
@@ -128,7 +134,7 @@ def read_inputs(
     if wanted:
         checked(lambda: get_verifier(config.data.task))
     check_isolation(config)
-    models = check_models(config, plan=plan)
+    models, changed = with_template(config.data, check_models(config, plan=plan), kept)
     gaps = sampler_gaps(config, models.student.spec)
     absent = list(models.absent)
     elsewhere = bool(models.absent) and not data
@@ -156,8 +162,9 @@ def read_inputs(
         *notes(config),
         *gaps,
         *disk_notes(config, models.student.spec),
-        *template_notes(config, models.tokenizer),
         *unread_notes(models),
+        *changed,
+        *rendering_notes(config, models, every),
         *skipped,
         *lasting(config, train),
         *(
@@ -207,13 +214,13 @@ def read_prompts(
     """Load data.train or a set of data.heldout, as `key` says. Raises UserError."""
     if not _is_here(path):
         raise UserError(f"data.{key}: data file not found: {path}")
-    rules = prompt_rules(config, models.student, heldout=key != TRAIN)
+    rules = prompt_rules(config, models, heldout=key != TRAIN)
     return checked(partial(load_prompts, path, models.tokenizer, rules, first_rows=first_rows))
 
 
-def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> PromptRules:
+def prompt_rules(config: Config, models: CheckedModels, *, heldout: bool) -> PromptRules:
     """Return what a row of the training file, or of the held-out file, must be."""
-    data = config.data
+    data, student = config.data, models.student
     # held-out problems are the student's own
     teacher_key = None if heldout else data.teacher_key
     choices = {} if teacher_key is None else {teacher_key: tuple(teacher_roles(config))}
@@ -236,7 +243,7 @@ def prompt_rules(config: Config, student: ModelFacts, *, heldout: bool) -> Promp
         ),
         max_tokens=prompt_limit(config, student),
         teacher_key=teacher_key,
-        rendering=Rendering(data.chat_template, data.system_prompt, data.chat_template_kwargs),
+        rendering=rendering_of(data, models.template),
         continues=data.continue_assistant,
         max_bad_fraction=data.max_bad_fraction,
         vocab_size=student.vocab_size,
@@ -284,9 +291,14 @@ def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
     return lambda ids: backend.decode(list(ids), skip_special_tokens=False)
 
 
-def prepare(config: Config, state: ControllerState = NOTHING_YET) -> Prepared:
-    """Check models and load data; prompts continue from `state`. Raises UserError."""
-    inputs = read_inputs(config)
+def prepare(
+    config: Config, state: ControllerState = NOTHING_YET, kept: RunTemplate | None = None
+) -> Prepared:
+    """Check models and load data; prompts continue from `state`. Raises UserError.
+
+    kept: what the run has rendered chats with so far; None: it begins.
+    """
+    inputs = read_inputs(config, kept=kept)
     train = inputs.train
     every = [prompt for each in train for prompt in each.prompts]
     settings = config.heldout
@@ -304,6 +316,7 @@ def prepare(config: Config, state: ControllerState = NOTHING_YET) -> Prepared:
         decode=make_decode(tokenizer),
         probes={name: probes_of(every, name) for name in teacher_roles(config)},
         end_ids=inputs.end_ids,
+        template=inputs.checked.template,
         notes=inputs.notes,
     )
 

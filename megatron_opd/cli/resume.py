@@ -27,6 +27,7 @@ from megatron_opd.config.wording import line
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.controller.snapshot_codec import decode_state
 from megatron_opd.data.files import data_crc32
+from megatron_opd.data.template import RunTemplate
 from megatron_opd.evaluation.progress import Progress, progress_from
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.totals import RunTotals
@@ -100,6 +101,7 @@ EXTRAS: Mapping[str, type | tuple[type, ...]] = {
     "evaluations": dict,
     "totals": dict,
     "train_crc32": int,
+    "template": dict,
 }
 """Keys that run.json holds: see RunUpdates."""
 LONGEST_S = 1e12
@@ -134,6 +136,11 @@ class Resumption:
     extras: dict[str, Any]
     notes: tuple[str, ...]
     changes: tuple[Change, ...] = ()
+
+    @property
+    def template(self) -> RunTemplate:
+        """Returns what the run renders chats with."""
+        return RunTemplate.from_json(self.extras["template"])
 
     @property
     def learner(self) -> Path:
@@ -257,9 +264,11 @@ def _read_extras(path: Path) -> dict[str, Any]:
     try:
         progress_from(extras["evaluations"])
         restore_totals(RunTotals(), extras["totals"], 0.0)
+        RunTemplate.from_json(extras["template"])
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(
-            f"checkpoint {path}: totals or evaluations of {RUN} are damaged: {line(error)}"
+            f"checkpoint {path}: totals, evaluations or template of {RUN} are damaged: "
+            f"{line(error)}"
         ) from None
     return extras
 

@@ -37,7 +37,6 @@ from megatron_opd.cli.wiring import make_fleet, make_guard
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.ports import Guard
-from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.zmq import Admission, RemoteLearner
 from megatron_opd.weight_sync.transport import transport_kind
@@ -65,7 +64,9 @@ def run_pipeline(
     roles, console = run_roles(config), Console(highlight=False)
     with hold_run_dir(config.run.dir, resume=resume, overwrite=overwrite) as lock:
         resumed = find_resumption(config, accepted) if resume else None
-        prepared = prepare(config, NOTHING_YET if resumed is None else resumed.state)
+        prepared = (
+            prepare(config) if resumed is None else prepare(config, resumed.state, resumed.template)
+        )
         with (
             machines_of(config, roles, partial(say, console)) as machines,
             run_keys(machines.config, roles) as keys,

@@ -36,6 +36,7 @@ OURS = (
     ".summary.json.reserved",
     "fleet",
     "costs.json",
+    "template.json",
 )
 
 
@@ -79,6 +80,11 @@ class RunDir:
     def changes(self) -> Path:
         """Returns the file of changes accepted when resuming; see cli/resume.py."""
         return self.path / "changes.json"
+
+    @property
+    def template(self) -> Path:
+        """Returns the file of the chat template and of the moment that it is given."""
+        return self.path / "template.json"
 
     @property
     def trace(self) -> Path:

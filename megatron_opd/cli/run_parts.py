@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 import traceback
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
+from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.cli.checkpoints import Checkpoints
 from megatron_opd.cli.data_workers import DataWorkers
 from megatron_opd.cli.elastic import Elastic
@@ -128,6 +130,7 @@ class RunParts:
             rows = self.evaluations.continue_from(self.resumed.evaluations)
             self.run_dir = reopen_run_dir(self.config, updates, changes, rows)
         self.opened = True
+        write_synced(self.run_dir.template, json.dumps(self.prepared.template.as_json()))
 
     def _used(self, role: Role) -> bool:
         """Return whether an earlier controller of this run used the role's servers."""

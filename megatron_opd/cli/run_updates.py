@@ -194,4 +194,5 @@ class RunUpdates(RunStart):
             "evaluations": self.evaluations.run.progress().as_json(),
             "totals": dump_totals(self.totals, now_s),
             "train_crc32": self.train_crc32,
+            "template": self.prepared.template.as_json(),
         }

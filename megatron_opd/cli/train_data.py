@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.prompts import PromptSet
-from megatron_opd.data.render import unread_kwargs
 from megatron_opd.data.stream import PromptSource, Source
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def sources_of(config: Config, train: Sequence[PromptSet]) -> list[Source]:
@@ -110,19 +105,6 @@ def used_up(config: Config, updates: int) -> list[str]:
     if updates >= config.run.max_steps:
         return []
     return [f"data.train is used up after {updates} updates: data.epochs {config.data.epochs}"]
-
-
-def template_notes(config: Config, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
-    """Return a line if the chat template does not read what data.chat_template_kwargs sets."""
-    if tokenizer is None:
-        return []
-    unread = unread_kwargs(tokenizer, config.data.chat_template_kwargs)
-    if not unread:
-        return []
-    return [
-        f"data.chat_template_kwargs: the tokenizer's chat template does not read "
-        f"{', '.join(unread)}, which has no effect"
-    ]
 
 
 def seen_problems(train: Sequence[PromptSet], key: str, heldout: PromptSet) -> list[str]:

@@ -35,6 +35,7 @@ NOT_VARIABLES = frozenset(
         "tools",
         "documents",
         "chat_template",
+        "strftime_now",
         "add_generation_prompt",
         "continue_final_message",
         "tokenize",
@@ -89,6 +90,18 @@ def _names_a_path(value: Any) -> Any:
     return value
 
 
+def _true_false_or_a_file(value: Any) -> Any:
+    if isinstance(value, bool):
+        return value
+    rule = "must be true, false or the path of a template file"
+    text = str(value)
+    if not isinstance(value, str | Path) or text.lower() in ("true", "false", "null"):
+        raise ValueError(f"{rule}, got {shown(value)}")
+    if "{" in text or "\n" in text:
+        raise ValueError(f"{rule}, got a template: {shown(value)}; write it into a file")
+    return _without_nul(_names_a_path(value))
+
+
 def _ends_a_response(value: str) -> str:
     if not 0 < len(value) <= MAX_STOP_LENGTH:
         raise ValueError(f"must have 1..{MAX_STOP_LENGTH} characters, got {shown(value)}")
@@ -140,6 +153,7 @@ OFF_IS_A_WORD = BeforeValidator(lambda value: "off" if value is False else value
 FilePath = Annotated[
     Path, Field(strict=False), BeforeValidator(_names_a_path), AfterValidator(_without_nul)
 ]
+ChatTemplate = Annotated[bool | FilePath, BeforeValidator(_true_false_or_a_file)]
 Text = Annotated[str, AfterValidator(_without_nul)]
 # Text with something in it to see.
 Said = Annotated[Text, AfterValidator(_says_something)]

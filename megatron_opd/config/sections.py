@@ -17,6 +17,7 @@ from megatron_opd.config.import_path import is_import_path
 from megatron_opd.config.section import (
     OFF_IS_A_WORD,
     ByteCount,
+    ChatTemplate,
     Concurrency,
     FilePath,
     Host,
@@ -124,9 +125,10 @@ class DataConfig(Section):
     stop_key: str | None = None
     """Name of the column that holds the strings (one, or a list) that end a response to the prompt,
     besides rollout.stop; rows may lack it. null: no column."""
-    chat_template: bool = False
-    """Wraps each prompt as one user message with the tokenizer's chat template. Turn it on for
-    models trained on chats; prompts become a few tokens longer."""
+    chat_template: ChatTemplate = False
+    """Wraps each prompt as one user message with a chat template. true: the tokenizer's; a path:
+    that Jinja file, which checkpoints and exported models keep a copy of; false: a prompt is its
+    text. Turn it on for models trained on chats; prompts become a few tokens longer."""
     system_prompt: Said | None = None
     """System message in front of every prompt, of data.heldout too, that has none of its own; null:
     none but the template's own. Costs its tokens in every prompt. Needs chat_template: true."""
@@ -175,8 +177,9 @@ class DataConfig(Section):
             for key in ("system_prompt", "chat_template_kwargs", "continue_assistant"):
                 if getattr(self, key):
                     raise ValueError(
-                        f"{key} needs chat_template: true, got {shown(getattr(self, key))} "
-                        "without it; set chat_template: true or leave it out"
+                        f"{key} needs chat_template: true or a file, got "
+                        f"{shown(getattr(self, key))} without it; set chat_template: true or "
+                        "leave it out"
                     )
         return self
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from megatron_opd.config.wording import shown
 from megatron_opd.data.faults import Unusable
 from megatron_opd.data.values import Row, present, read_text, unicode
+from megatron_opd.data.written_chats import messages_in
 
 SYSTEM, USER, ASSISTANT = ROLES = ("system", "user", "assistant")
 
@@ -26,12 +27,20 @@ class Message(NamedTuple):
 Chat = tuple[Message, ...]
 
 
+class WrittenChat(tuple[Message, ...]):
+    """Holds a chat that its row has as JSON text instead of as a list."""
+
+    __slots__ = ()
+
+
 def read_chat(row: Row, key: str) -> str | Chat:
     """Return a column that holds text, or a list of messages. Raises Unusable."""
-    value = present(row, key)
+    value, kind = present(row, key), tuple
+    if isinstance(value, str) and (written := messages_in(value, key)) is not None:
+        value, kind = written, WrittenChat
     if not isinstance(value, list | tuple):
         return read_text(row, key)
-    chat = tuple(_message(key, number, each) for number, each in enumerate(value, start=1))
+    chat = kind(_message(key, number, each) for number, each in enumerate(value, start=1))
     if not chat:
         raise Unusable("empty", f"{key!r} holds no messages")
     late = next((n for n, m in enumerate(chat, start=1) if n > 1 and m.role == SYSTEM), None)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megatron_opd.data.faults import Fault, Unusable
+from megatron_opd.data.marks import KINDS
 from megatron_opd.data.messages import ASSISTANT, chat_text
 from megatron_opd.data.records import Columns, Record, scan_records
 from megatron_opd.data.render import Rendering, render_prompts
@@ -74,7 +75,7 @@ class PromptSet:
     rows: how many were read; whole: whether that is all of them. skipped: unusable rows by cause.
     first: the first of each cause, located. longest: tokens of the longest prompt read, skipped
     ones included; 0 where nothing was tokenised. unseen: columns that rows may lack and that
-    no row has.
+    no row has. marked: by kind of mark, how many prompts have it and the first, located.
     """
 
     path: Path
@@ -85,6 +86,15 @@ class PromptSet:
     first: dict[str, str]
     longest: int
     unseen: frozenset[str] = frozenset()
+    marked: Mapping[str, tuple[int, str]] = field(default_factory=dict[str, tuple[int, str]])
+
+    @property
+    def marked_lines(self) -> list[str]:
+        """Returns a line for each thing that the ids of prompts and their rows do not share."""
+        return [
+            f"{self.path}: {count} of {self.rows} prompts {KINDS[kind]}; first {first}"
+            for kind, (count, first) in self.marked.items()
+        ]
 
     @property
     def skipped_line(self) -> str | None:
@@ -143,19 +153,23 @@ def _read(
             faults.append(misfit.at(row[0]))
     longest = 0
     prompts: list[Prompt] = []
+    marked: dict[str, tuple[int, str]] = {}
     if tokenizer is not None:
         chats = [record[rules.prompt_key] for _, record in usable]
         rendered = render_prompts(chats, tokenizer, rules.rendering)
-        known = [ids for ids in rendered if not isinstance(ids, Unusable)]
+        known = [each.ids for each in rendered if not isinstance(each, Unusable)]
         _check_ids(path, known, rules.vocab_size)
         longest = max(map(len, known), default=0)
-        for (where, record), ids in zip(usable, rendered, strict=True):
-            if isinstance(ids, Unusable):
-                faults.append(ids.at(where))
-            elif 0 < len(ids) <= rules.max_tokens:
-                prompts.append(_prompt(len(prompts), where, ids, record, rules))
-            elif ids:
-                what = f"{len(ids)} tokens, the limit is {rules.max_tokens}"
+        for (where, record), each in zip(usable, rendered, strict=True):
+            if isinstance(each, Unusable):
+                faults.append(each.at(where))
+            elif 0 < len(each.ids) <= rules.max_tokens:
+                prompts.append(_prompt(len(prompts), where, each.ids, record, rules))
+                for kind, what in dict(each.marks).items():
+                    count, first = marked.get(kind, (0, f"{where}: {what}"))
+                    marked[kind] = count + 1, first
+            elif each.ids:
+                what = f"{len(each.ids)} tokens, the limit is {rules.max_tokens}"
                 faults.append(Fault(TOO_LONG, where, what))
             else:
                 faults.append(Fault("empty", where, "the prompt has no tokens"))
@@ -172,6 +186,7 @@ def _read(
         unseen=frozenset(
             key for key in optional if all(record[key] in (None, ()) for _, record in usable)
         ),
+        marked=marked,
     )
 
 

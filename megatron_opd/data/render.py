@@ -7,16 +7,18 @@ author.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TypeVar
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megatron_opd.config.wording import line
 from megatron_opd.data.faults import Unusable
-from megatron_opd.data.messages import ASSISTANT, SYSTEM, USER, Chat, Message
+from megatron_opd.data.marks import JSON_TEXT, Mark, Marker, changed, continued, probe
+from megatron_opd.data.messages import ASSISTANT, SYSTEM, USER, Chat, Message, WrittenChat
+from megatron_opd.data.template import CLOCK, chance_in, names_in, sources, this_moment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,12 +39,14 @@ class Rendering:
 
     chat_template: wrap them as messages and open the assistant's turn; otherwise a prompt is its
     text. system_prompt: put in front of every prompt that has no system message of its own.
-    template_kwargs: variables of the template, such as enable_thinking.
+    template_kwargs: variables of the template, such as enable_thinking. clock: the moment that a
+    template is given whenever it asks for the time.
     """
 
     chat_template: bool = False
     system_prompt: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    clock: datetime = field(default_factory=this_moment)
 
     def chat_of(self, prompt: str | Chat) -> Chat:
         """Return the messages of a prompt, the system prompt included."""
@@ -52,41 +56,135 @@ class Rendering:
         return (Message(SYSTEM, self.system_prompt), *chat)
 
 
+class Rendered(NamedTuple):
+    """Holds the token ids of a prompt, and what is unexpected about them."""
+
+    ids: list[int]
+    marks: tuple[Mark, ...] = ()
+
+
 def render_prompts(
     prompts: Sequence[str | Chat], tokenizer: PreTrainedTokenizerBase, how: Rendering
-) -> list[list[int] | Unusable]:
-    """Return the token ids of every prompt, or why the template does not take it.
+) -> list[Rendered | Unusable]:
+    """Return the token ids of every prompt, or why the template does not take it; see Renderer."""
+    return Renderer(tokenizer, how).render(prompts) if prompts else []
 
-    A chat that ends with an assistant's message is continued. Lists of messages need
-    how.chat_template. ValueError: the tokenizer or its template fails on any prompt, leaves out
-    what it is given, or hangs.
+
+class Renderer:
+    """Turns prompts into token ids with one tokenizer.
+
+    Made once, as what it finds out about the tokenizer and its template costs several renderings.
+    ValueError, also of `render`: the tokenizer or its template fails on any prompt, leaves out what
+    it is given, comes out otherwise every time, or hangs.
     """
 
-    def rendered() -> list[list[int] | Unusable]:
-        if not how.chat_template:
-            texts = [str(prompt) for prompt in prompts]
-            return list(_token_ids(tokenizer, texts, special=True))
-        chats = [how.chat_of(prompt) for prompt in prompts]
-        check_template(tokenizer, how, systems=any(chat[0].role == SYSTEM for chat in chats))
-        found = [_rendered(tokenizer, chat, how) for chat in chats]
-        texts = [text for text in found if isinstance(text, str)]
-        # the template writes the special tokens itself
-        ids = iter(_token_ids(tokenizer, texts, special=False) if texts else [])
-        return [next(ids) if isinstance(text, str) else text for text in found]
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, how: Rendering) -> None:
+        self._tokenizer, self._how = tokenizer, how
+        self._systems = how.system_prompt is not None  # whether the template was shown to take them
+        self._probed: dict[tuple[str, ...], str | None] = {}
 
-    if not prompts:
-        return []
-    characters = sum(len(m.content) for prompt in prompts for m in how.chat_of(prompt))
-    limit_s = LEAST_S + characters / CHARACTERS_PER_S
-    try:
-        return within(limit_s, rendered)
-    except Unfinished:
-        what = "tokenizer's chat template" if how.chat_template else "tokenizer"
-        raise ValueError(
-            f"student.model: its {what} must read {len(prompts)} prompts of {characters} "
-            f"characters within {limit_s:.0f} s, and has not finished; look for an "
-            "endless loop or expression in it"
-        ) from None
+        def found_out() -> tuple[Marker, str]:
+            marker = Marker(tokenizer)
+            if not how.chat_template:
+                return marker, ""
+            check_template(tokenizer, how, systems=self._systems)
+            return marker, self._opening(marker)
+
+        self._marker, self._turn = self._within(0, 0, found_out)
+
+    def render(self, prompts: Sequence[str | Chat]) -> list[Rendered | Unusable]:
+        """Return the token ids of every prompt, or why the template does not take it.
+
+        A chat that ends with an assistant's message is continued. Lists of messages need
+        how.chat_template.
+        """
+        if not prompts:
+            return []
+        characters = sum(len(m.content) for prompt in prompts for m in self._how.chat_of(prompt))
+        through = self._chats if self._how.chat_template else self._texts
+        return self._within(len(prompts), characters, lambda: through(prompts))
+
+    def _within(self, prompts: int, characters: int, call: Callable[[], ResultT]) -> ResultT:
+        limit_s = LEAST_S + characters / CHARACTERS_PER_S
+        try:
+            return within(limit_s, call)
+        except Unfinished:
+            what = "tokenizer's chat template" if self._how.chat_template else "tokenizer"
+            amount = f"{prompts} prompts of {characters} characters" if prompts else "a short text"
+            raise ValueError(
+                f"student.model: its {what} must read {amount} within {limit_s:.0f} s, and has not "
+                "finished; look for an endless loop or expression in it"
+            ) from None
+
+    def _texts(self, prompts: Sequence[str | Chat]) -> list[Rendered | Unusable]:
+        framed = _token_ids(self._tokenizer, [str(prompt) for prompt in prompts], special=True)
+        found = [self._marker.unframed(ids) for ids in framed]
+        return [Rendered(ids, tuple(marks)) for ids, marks in found]
+
+    def _chats(self, prompts: Sequence[str | Chat]) -> list[Rendered | Unusable]:
+        chats = [self._how.chat_of(prompt) for prompt in prompts]
+        if not self._systems and any(chat[0].role == SYSTEM for chat in chats):
+            check_system(self._tokenizer, self._how)
+            self._systems = True
+        found = [self._text(*each) for each in zip(prompts, chats, strict=True)]
+        texts = [each[0] for each in found if not isinstance(each, Unusable)]
+        # the template writes the special tokens itself
+        ids = iter(_token_ids(self._tokenizer, texts, special=False) if texts else [])
+        rendered: list[Rendered | Unusable] = []
+        for chat, each in zip(chats, found, strict=True):
+            if isinstance(each, Unusable):
+                rendered.append(each)
+                continue
+            own = next(ids)
+            marks = self._marker.templated([message.content for message in chat], own)
+            rendered.append(Rendered(own, (*each[1], *marks)))
+        return rendered
+
+    def _text(self, prompt: str | Chat, chat: Chat) -> tuple[str, list[Mark]] | Unusable:
+        if self._turn and isinstance(prompt, str) and self._turn in prompt:
+            return Unusable(
+                "templated",
+                f"it holds {self._turn!r} already, which the chat template writes: give messages, "
+                "or set data.chat_template: false",
+            )
+        try:
+            text = _apply(self._tokenizer, chat, self._how)
+        except Exception as error:  # noqa: BLE001  a template is a program: it raises what it likes
+            return Unusable("bad_chat", f"the chat template does not take it: {said(error)}")
+        marks = [Mark(JSON_TEXT, "a list as text")] * isinstance(prompt, WrittenChat)
+        return text, [*marks, *self._changes(chat, text)]
+
+    def _opening(self, marker: Marker) -> str:
+        """Return what the template begins an answer with, where a special token is in it."""
+        chat = (Message(USER, PROBES[0]),)
+        opened = _render(self._tokenizer, chat, self._how)
+        closed = self._or_none(chat, answer=False)
+        if closed is None or not opened.startswith(closed):
+            return ""
+        opening = opened.removeprefix(closed).strip()
+        return opening if opening and marker.opens_a_turn(opening) else ""
+
+    def _changes(self, chat: Chat, text: str) -> list[Mark]:
+        """Return what the template has made of messages besides writing them."""
+        roles = tuple(message.role for message in chat)
+        if roles not in self._probed:
+            probes = tuple(m._replace(content=probe(n)) for n, m in enumerate(chat))
+            self._probed[roles] = self._or_none(probes)
+        probed = self._probed[roles]
+        if chat[-1].role != ASSISTANT:
+            return changed(chat, text, probed)
+        marks = changed(chat[:-1], text, probed)
+        # without a message before it there is nothing to compare with, nor if a template wants more
+        *before, last = chat
+        opened = self._or_none(tuple(before)) if before else None
+        return marks if opened is None else [*marks, *continued(opened, last.content, text)]
+
+    def _or_none(self, chat: Chat, *, answer: bool = True) -> str | None:
+        """Return the text of a chat, or None for one that the template does not take."""
+        try:
+            return _apply(self._tokenizer, chat, self._how, answer=answer)
+        except Exception:  # noqa: BLE001  what it makes of the chats of rows counts
+            return None
 
 
 class Unfinished(Exception):
@@ -125,7 +223,17 @@ def check_template(
     a message.
     """
     if tokenizer.chat_template is None:
-        raise ValueError("data.chat_template is true but the tokenizer has no chat template")
+        raise ValueError(
+            "data.chat_template is true but the tokenizer has no chat template; name a file of "
+            "one: data.chat_template: FILE.jinja"
+        )
+    for name, source in sources(tokenizer).items():
+        chance = chance_in(source)
+        if chance is not None:
+            raise ValueError(
+                f"data.chat_template: the tokenizer's chat template {name} must render a prompt "
+                f"alike every time, but draws with {chance}; give a file of your own without it"
+            )
     plain = Rendering(True, None, how.template_kwargs)
     one, other = (_render(tokenizer, plain.chat_of(text), how) for text in PROBES)
     if one == other:
@@ -134,10 +242,11 @@ def check_template(
             "leaves out the user's message"
         )
     if systems:
-        _check_system(tokenizer, how)
+        check_system(tokenizer, how)
 
 
-def _check_system(tokenizer: PreTrainedTokenizerBase, how: Rendering) -> None:
+def check_system(tokenizer: PreTrainedTokenizerBase, how: Rendering) -> None:
+    """Render system messages. ValueError: the template drops them, or takes no system prompt."""
     given = how.system_prompt is not None
     key = "data.system_prompt" if given else "data.chat_template"
     chats = [(Message(SYSTEM, text), Message(USER, PROBES[0])) for text in PROBES]
@@ -159,17 +268,8 @@ def _check_system(tokenizer: PreTrainedTokenizerBase, how: Rendering) -> None:
 
 def unread_kwargs(tokenizer: PreTrainedTokenizerBase, kwargs: Mapping[str, Any]) -> list[str]:
     """Return the names that the chat template does not mention, and so cannot read."""
-    template: Any = tokenizer.chat_template
-    sources = template.values() if isinstance(template, dict) else [template or ""]
-    words = {word for source in sources for word in re.findall(r"\w+", source)}
+    words = {name for source in sources(tokenizer).values() for name in names_in(source)}
     return [name for name in kwargs if name not in words]
-
-
-def _rendered(tokenizer: PreTrainedTokenizerBase, chat: Chat, how: Rendering) -> str | Unusable:
-    try:
-        return _apply(tokenizer, chat, how)
-    except Exception as error:  # noqa: BLE001  a template is a program: it raises what it likes
-        return Unusable("bad_chat", f"the chat template does not take it: {said(error)}")
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, chat: Chat, how: Rendering) -> str:
@@ -181,14 +281,18 @@ def _render(tokenizer: PreTrainedTokenizerBase, chat: Chat, how: Rendering) -> s
         ) from None
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, chat: Chat, how: Rendering) -> str:
-    continued = chat[-1].role == ASSISTANT
+def _apply(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, how: Rendering, *, answer: bool = True
+) -> str:
+    """Return the text of a chat. answer: begin one, or continue the last message; else it ends."""
+    continues = answer and chat[-1].role == ASSISTANT
     rendered = tokenizer.apply_chat_template(
         [message._asdict() for message in chat],
         tokenize=False,
-        add_generation_prompt=not continued,
-        continue_final_message=continued,
-        **how.template_kwargs,
+        add_generation_prompt=answer and not continues,
+        continue_final_message=continues,
+        # a variable hides the global of that name, which is the clock of the machine
+        **{CLOCK: how.clock.strftime, **how.template_kwargs},
     )
     return str(rendered)
 

@@ -11,6 +11,7 @@ from megatron_opd.cli.checkpoints import Checkpoints
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.data.template import RunTemplate
 from megatron_opd.evaluation.progress import Progress
 
 
@@ -77,6 +78,7 @@ def save_some(
     (config.run.dir / "config.resolved.yaml").write_text(dump_config(config))
     extras: dict[str, Any] = {"elapsed_s": 1.0, "wall_s": 1.0, "resumed_at_updates": []}
     extras |= {"evaluations": Progress().as_json(), "totals": {}}
+    extras["template"] = RunTemplate().as_json()
     parts = (dirs, config, learner, lambda: extras, lambda line: None, claim, since)
     kept = Checkpoints(*parts, evaluations=evaluations)
 

@@ -10,7 +10,7 @@ import transformers  # noqa: F401  its import counts for no input
 
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, joined, one_of
-from megatron_opd.data.render import PROBES, Rendering, render_prompts
+from megatron_opd.data.render import PROBES, Rendered, Rendering, render_prompts
 from megatron_opd.data.tokenizer import CHAT_TEMPLATE, build_tokenizer
 
 CORPUS = [
@@ -37,7 +37,8 @@ def call(template: str) -> Any:
 
 def oracle(template: str, found: Any) -> str | None:
     """Two prompts are two token sequences."""
-    return "two prompts are rendered alike" if found[0] == found[1] else None
+    one, other = (each.ids if isinstance(each, Rendered) else each for each in found)
+    return "two prompts are rendered alike" if one == other else None
 
 
 PARTS = (

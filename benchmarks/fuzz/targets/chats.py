@@ -38,6 +38,7 @@ ROWS: list[Any] = [
     {"prompt": [USER, ASSISTANT], "most": 7.0, "stop": "y", "id": "one"},
     {"prompt": [USER, ASSISTANT, USER], "most": None, "stop": None, "id": None},
     {"prompt": "text"},
+    {"prompt": json.dumps([SYSTEM, USER])},
 ]
 
 

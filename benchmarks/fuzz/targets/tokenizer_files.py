@@ -39,7 +39,7 @@ def call(given: tuple[str, bytes]) -> Any:
 def oracle(given: tuple[str, bytes], found: Any) -> str | None:
     """Ids are whole numbers."""
     ends, token_ids = found
-    ids = [i for row in token_ids for i in row]
+    ids = [i for row in token_ids for i in row.ids]
     if not all(type(i) is int and i >= 0 for i in [*ends, *ids]):
         return "an id is no whole number"
     return None if max(ends) < VOCAB_SIZE else "an end token beyond the vocabulary"

@@ -21,7 +21,7 @@ from tests.support.kept_states import FakeLearner, at, make_config, save_some
 
 def test_what_a_run_kept_must_be_whole(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    for key in ("train_crc32", "totals", "elapsed_s", "evaluations"):
+    for key in ("train_crc32", "totals", "elapsed_s", "evaluations", "template"):
         save_some(config, FakeLearner(), [2])
         step = config.run.dir / "checkpoints" / "step-000002"
         extras = json.loads((step / RUN).read_text())
@@ -209,7 +209,9 @@ def test_damaged_evaluations_are_named(tmp_path: Path) -> None:
     found = sum_file(step, RUN)
     manifest["sizes"][RUN], manifest["crc32"][RUN] = found.size, found.crc32
     (step / "manifest.json").write_text(json.dumps(manifest))
-    with pytest.raises(UserError, match=r"totals or evaluations of run\.json are damaged"):
+    with pytest.raises(
+        UserError, match=r"totals, evaluations or template of run\.json are damaged"
+    ):
         find_resumption(config)
 
 

@@ -7,17 +7,18 @@ import numpy as np
 import pytest
 
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.rendering import template_notes
 from megatron_opd.cli.train_data import (
     check_enough,
     lasting,
     prompt_source,
     seen_problems,
     sources_of,
-    template_notes,
     used_up,
 )
 from megatron_opd.config.schema import Config
 from megatron_opd.data.prompts import PromptSet
+from megatron_opd.data.template import RunTemplate
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.types import Prompt
 
@@ -110,9 +111,8 @@ def test_variables_that_the_template_does_not_read_are_named():
 
     def noted(**kwargs: Any) -> list[str]:
         with_kwargs = config(ASYNC, chat_template=True, chat_template_kwargs=kwargs)
-        return template_notes(with_kwargs, tokenizer)
+        return template_notes(with_kwargs.data, tokenizer, RunTemplate())
 
     assert noted(enable_thinking=False) == []
     (line,) = noted(enable_thinking=False, thinking=True, enable=1)
     assert "does not read thinking, enable, which has no effect" in line
-    assert template_notes(config(ASYNC), None) == []

@@ -65,7 +65,7 @@ def test_files_and_weights_are_read_and_written_as_they_are(tmp_path: Path):
         ({"train": {"a": 1}}, "data.train: .*tuple"),
         ({"epochs": 0}, "data.epochs: .*greater than 0"),
         ({"system_prompt": " ", "chat_template": True}, "data.system_prompt: must hold text"),
-        ({"system_prompt": "x"}, "system_prompt needs chat_template: true, got 'x'"),
+        ({"system_prompt": "x"}, "system_prompt needs chat_template: true or a file, got 'x'"),
         ({"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs needs chat_template: true"),
         ({"continue_assistant": True}, "continue_assistant needs chat_template: true"),
         (
