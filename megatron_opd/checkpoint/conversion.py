@@ -7,9 +7,7 @@ equal to that of what was written.
 
 from __future__ import annotations
 
-import json
 import resource
-import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -21,7 +19,6 @@ import torch
 
 from megatron_opd.checkpoint.crew import Crew
 from megatron_opd.checkpoint.digest import entry_of
-from megatron_opd.checkpoint.export import COPIED
 from megatron_opd.checkpoint.part_dir import PartDir
 from megatron_opd.models.families import Key
 from megatron_opd.models.spec import ModelSpec
@@ -150,19 +147,3 @@ def plan_of(source: Path, dtype: torch.dtype | None, **options: Any) -> dict[str
         "dtype": str(dtype),
         **options,
     }
-
-
-def copy_description(source: Path, target: Path, dtype: torch.dtype | None) -> None:
-    """Copy the tokenizer, and the configuration with `dtype` as the weights' (None: unchanged)."""
-    for name in ("config.json", *COPIED):
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
-    if dtype is None:
-        return
-    file = target / "config.json"
-    config = json.loads(file.read_text(encoding="utf-8"))
-    key, name = "torch_dtype" if "torch_dtype" in config else "dtype", str(dtype)[len("torch.") :]
-    if config.get(key) == name:
-        return  # byte for byte what it was
-    config[key] = name
-    file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

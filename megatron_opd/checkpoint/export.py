@@ -10,21 +10,10 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from megatron_opd.checkpoint.description import copy_description
 from megatron_opd.checkpoint.hf_files import check_complete, stored_tensors
 from megatron_opd.models.spec import read_model_spec
 
-# Files of the source checkpoint that describe the tokenizer or generation and stay as they are.
-COPIED = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-)
 MAX_FILE_BYTES = 4 * 2**30
 
 
@@ -48,13 +37,7 @@ def export_hf(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     _write_tensors(tensors, part, dtype, max_file_bytes)
-    for name in COPIED:
-        if (source / name).exists():
-            shutil.copy2(source / name, part / name)
-    config = json.loads((source / "config.json").read_text(encoding="utf-8"))
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    config[key] = str(dtype).removeprefix("torch.")
-    (part / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    copy_description(source, part, dtype)
     try:
         check_complete(stored_tensors(part), read_model_spec(part), target)
         may_name()

@@ -16,13 +16,13 @@ from megatron_opd.checkpoint.conversion import (
     Record,
     Report,
     bytes_of,
-    copy_description,
     grouped,
     plan_of,
     require_same,
     run,
 )
 from megatron_opd.checkpoint.crew import Crew
+from megatron_opd.checkpoint.description import copy_description
 from megatron_opd.checkpoint.digest import entry_of
 from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, file_tensors
 from megatron_opd.checkpoint.hf_reader import read_rows

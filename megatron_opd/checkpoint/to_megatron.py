@@ -14,12 +14,12 @@ from megatron_opd.checkpoint.conversion import (
     Record,
     Report,
     bytes_of,
-    copy_description,
     grouped,
     plan_of,
     run,
 )
 from megatron_opd.checkpoint.crew import Crew
+from megatron_opd.checkpoint.description import copy_description
 from megatron_opd.checkpoint.hf_files import check_tensors
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource, read_rows
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
