@@ -19,7 +19,6 @@ from megatron_opd.cli.plan_result import Measured, Plan, throughput
 from megatron_opd.cli.plan_tables import plan_report
 from megatron_opd.cli.preflight import (
     check_context,
-    check_experts,
     check_models,
     check_support,
     check_vocabulary_size,
@@ -145,7 +144,6 @@ def task_of(config: Config, gpus: int, gpu: Gpu, staleness: int | None, pins: Pi
         raise UserError(f"--staleness must be >= 0, got {limit}")
     models = read_models(config)
     for role, facts in models.items():
-        check_experts(f"{role}.model", facts.spec)
         check_vocabulary_size(f"{role}.model", facts.vocab_size, models[STUDENT].vocab_size)
     check_support(config, models[STUDENT])
     check_context(config, models)

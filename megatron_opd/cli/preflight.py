@@ -21,7 +21,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.wording import shown
 from megatron_opd.data.template import RunTemplate
-from megatron_opd.models.families import FAMILIES
+from megatron_opd.models.families import FAMILIES, MIXTRAL
 from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
 from megatron_opd.planning import learner as planning_learner
 from megatron_opd.planning import servers as planning_servers
@@ -70,6 +70,13 @@ def read_model(path: Path, key: str) -> ModelFacts:
         spec = read_model_spec(path)
     except ValueError as error:
         raise UserError(f"{key}: {error}") from None
+    if architecture != spec.family.architecture:
+        raise UserError(
+            f"{key}: {path / 'config.json'}: architectures must be "
+            f"[{spec.family.architecture!r}] with model_type {spec.family.name!r}, which "
+            f"transformers goes by, got {architecture!r}, which SGLang would serve"
+        )
+    check_servable(key, spec)
     return ModelFacts(path, architecture, spec.vocab_size, spec.max_position, raw, spec)
 
 
@@ -107,7 +114,6 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
         if plan and not has_weights(facts.path)
     }
     for role, facts in models.items():
-        check_experts(f"{role}.model", facts.spec)
         check_vocabulary_size(f"{role}.model", facts.vocab_size, student.vocab_size)
         if role not in absent:
             check_weights(facts.path, f"{role}.model", facts.spec)
@@ -126,16 +132,32 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
     return CheckedModels(models, tokenizer, tuple(lines))
 
 
-def check_experts(key: str, spec: ModelSpec) -> None:
-    """Check that SGLang can serve the model: its version here puts experts into every layer.
+def check_servable(key: str, spec: ModelSpec) -> None:
+    """Check that SGLang serves the model that config.json describes. Raises UserError.
 
-    It would serve dense layers of such a model with experts that were never loaded.
+    Where its version here ignores a key, it would serve another model, or parameters that were
+    never loaded.
     """
     dense = [layer for layer, moe in enumerate(spec.moe_layers) if not moe]
     if spec.is_moe and dense:
         raise UserError(
             f"{key} must have experts in every layer, because SGLang 0.5.23 ignores "
             f"mlp_only_layers and decoder_sparse_step; layer {dense[0]} of config.json is dense"
+        )
+    wrong = None
+    if spec.is_moe and spec.tied:
+        wrong = "tie_word_embeddings must be false", "true"
+    elif spec.family == MIXTRAL and spec.rope.type != "default":
+        wrong = "the rope type must be default", spec.rope.type
+    elif spec.family == MIXTRAL and not spec.rope.theta.is_integer():
+        wrong = "rope_theta must be a whole number", spec.rope.theta
+    elif spec.family == MIXTRAL and spec.head_dim * spec.num_heads != spec.hidden_size:
+        wrong = "head_dim must be hidden_size / num_attention_heads", spec.head_dim
+    if wrong is not None:
+        rule, got = wrong
+        raise UserError(
+            f"{key}: {rule} in a {spec.family.name} model, because SGLang 0.5.23 serves it as if "
+            f"it were, got {got}"
         )
 
 

@@ -42,6 +42,7 @@ from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.metrics.token_texts import Decode
+from megatron_opd.models.hf_config import rope_note
 from megatron_opd.teacher.guard import PROMPTS
 from megatron_opd.types import Prompt
 
@@ -162,7 +163,7 @@ def read_inputs(
         *notes(config),
         *gaps,
         *disk_notes(config, models.student.spec),
-        *unread_notes(models),
+        *model_notes(models),
         *changed,
         *rendering_notes(config, models, every),
         *skipped,
@@ -176,9 +177,16 @@ def read_inputs(
     return Inputs(models, train, heldout, judge, ends, tuple(absent), said)
 
 
-def unread_notes(models: CheckedModels) -> list[str]:
-    """Return one line for each model whose checkpoint holds tensors that nothing reads."""
-    found = (unread_note(m.path, f"{role}.model", m.spec) for role, m in models.models.items())
+def model_notes(models: CheckedModels) -> list[str]:
+    """Return what a user may not expect of each model's rotary settings and unread tensors."""
+    found = [
+        line
+        for role, model in models.models.items()
+        for line in (
+            unread_note(model.path, f"{role}.model", model.spec),
+            rope_note(f"{role}.model", model.raw),
+        )
+    ]
     return [line for line in found if line is not None]
 
 

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.wording import shown
-from megatron_opd.models.families import Family, family_of
+from megatron_opd.models.families import LLAMA, QWEN3_MOE, Family, family_of
+from megatron_opd.models.hf_config import DEFAULTS, complete, rope_parameters
 
 MAX_COUNT = 2**31 - 1
 # Each layer and each expert of it is listed by name.
@@ -126,27 +127,24 @@ def read_model_spec(model: Path) -> ModelSpec:
         raise ValueError(f"{path}: {error}") from None
 
 
-def _spec(config: dict[str, Any]) -> ModelSpec:
-    family = family_of(str(config["model_type"]))
-    for key, allowed in (
-        ("attention_bias", (False, None)),
-        ("mlp_bias", (False, None)),
-        ("use_sliding_window", (False, None)),
-        ("hidden_act", ("silu", None)),
-    ):
-        if config.get(key) not in allowed:
-            raise ValueError(f"{key} must be {allowed[0]!r}, got {shown(config[key])}")
-    # Qwen configurations carry a window that use_sliding_window switches off.
-    if "use_sliding_window" not in config and config.get("sliding_window") is not None:
-        raise ValueError(f"sliding_window must be null, got {shown(config['sliding_window'])}")
+def _spec(raw: dict[str, Any]) -> ModelSpec:
+    family = family_of(str(raw["model_type"]))
+    config = complete(raw, family)
     layers = _count(config, "num_hidden_layers", most=MAX_LAYERS)
     heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
-    kv_heads = _optional_count(config, "num_key_value_heads") or heads
+    kv_heads = _count(config, "num_key_value_heads")
     if heads % kv_heads:
         raise ValueError(
             f"num_key_value_heads must divide num_attention_heads, got {kv_heads} and {heads}"
         )
-    head_dim = _optional_count(config, "head_dim") or hidden // heads
+    if family == LLAMA and hidden % heads:
+        raise ValueError(
+            f"num_attention_heads must divide hidden_size, got {heads} and {hidden}: transformers "
+            "refuses the file"
+        )
+    # a class with a default of its own has no null
+    given = config.get("head_dim") is not None or "head_dim" in DEFAULTS[family.name]
+    head_dim = _count(config, "head_dim") if given else hidden // heads
     if head_dim < 2 or head_dim % 2:  # rotary positions turn pairs of features
         raise ValueError(f"head_dim must be an even number >= 2, got {head_dim}")
     return ModelSpec(
@@ -159,10 +157,10 @@ def _spec(config: dict[str, Any]) -> ModelSpec:
         ffn_size=_count(config, "intermediate_size"),
         vocab_size=_count(config, "vocab_size"),
         max_position=_count(config, "max_position_embeddings"),
-        rope=_rope(config),
-        norm_eps=_positive(config, "rms_norm_eps", 1e-6),
+        rope=_rope(config, family),
+        norm_eps=_positive(config, "rms_norm_eps", whole=False),
         tied=_flag(config, "tie_word_embeddings"),
-        initializer_range=_positive(config, "initializer_range", 0.02),
+        initializer_range=_positive(config, "initializer_range", whole=False),
         **_experts(config, family, layers),
     )
 
@@ -171,16 +169,18 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
     """Return the fields of ModelSpec that say where experts are."""
     if not family.moe:
         return {"moe_layers": (False,) * layers}
-    name = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
-    experts = _optional_count(config, name, most=MAX_EXPERTS) or 0
+    experts = _count(config, "num_experts", most=MAX_EXPERTS)
     chosen = _count(config, "num_experts_per_tok", most=MAX_EXPERTS)
-    dense = config.get("mlp_only_layers") or []
+    dense: Any = []
+    step = 1
+    if family == QWEN3_MOE:  # Mixtral has no such keys
+        dense = config.get("mlp_only_layers") or []
+        step = _count(config, "decoder_sparse_step")
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise ValueError(f"mlp_only_layers must be a list of integers, got {shown(dense)}")
-    step = _optional_count(config, "decoder_sparse_step") or 1
     moe_layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
     if any(moe_layers) and chosen > experts:
-        raise ValueError(f"num_experts_per_tok must be <= {name}, got {chosen} and {experts}")
+        raise ValueError(f"num_experts_per_tok must be <= num_experts, got {chosen} and {experts}")
     return {
         "num_experts": experts,
         "experts_per_token": chosen,
@@ -190,18 +190,12 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
     }
 
 
-def _rope(config: dict[str, Any]) -> Rope:
-    """Read rotary settings: transformers 5 has rope_parameters, 4 rope_theta and rope_scaling."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    if not isinstance(rope, dict):
-        raise ValueError(f"rope_parameters must be a mapping, got {shown(rope)}")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+def _rope(config: dict[str, Any], family: Family) -> Rope:
+    rope = rope_parameters(config, family)
+    kind = rope["rope_type"]
     if kind not in ("default", "linear", "llama3"):
         raise ValueError(f"rope type must be one of default, linear, llama3, got {shown(kind)}")
-    holder = config if rope.get("rope_theta") is None else rope
-    theta = _positive(holder, "rope_theta")
-    if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) not in (1, None):
-        raise ValueError("partial_rotary_factor must be 1: every feature of a head is rotated")
+    theta = _positive(rope, "rope_theta")
     if kind == "default":
         return Rope(theta)
     if kind == "linear":
@@ -220,20 +214,17 @@ def _count(config: dict[str, Any], key: str, most: int = MAX_COUNT) -> int:
     return value
 
 
-def _optional_count(config: dict[str, Any], key: str, most: int = MAX_COUNT) -> int | None:
-    return None if config.get(key) is None else _count(config, key, most)
-
-
-def _positive(config: dict[str, Any], key: str, default: float | None = None) -> float:
-    value = config[key] if default is None else config.get(key, default)
+def _positive(config: dict[str, Any], key: str, *, whole: bool = True) -> float:
+    """Return a number. whole: transformers takes one that is written without a point."""
+    value = config[key]
     # float32 holds it, and so does its square root
-    if type(value) not in (int, float) or not 0 < value < 1e30:
+    if type(value) not in ((int, float) if whole else (float,)) or not 0 < value < 1e30:
         raise ValueError(f"{key} must be a number > 0 and < 1e30, got {shown(value)}")
     return float(value)
 
 
 def _flag(config: dict[str, Any], key: str) -> bool:
-    value = config.get(key, False)
-    if not isinstance(value, bool | None):
+    value = config[key]
+    if not isinstance(value, bool):
         raise ValueError(f"{key} must be true or false, got {shown(value)}")
-    return bool(value)
+    return value

@@ -160,7 +160,8 @@ def test_a_missing_tokenizer_is_called_so(
         ({"rms_norm_eps": "x"}, ["rms_norm_eps must be a number"]),
         ({"rope_parameters": [1]}, ["rope_parameters must be a mapping"]),
         ({"num_experts_per_tok": 5}, ["num_experts_per_tok must be <= num_", "got 5 and 4"]),
-        ({"layer_types": ["x", "y"]}, ["transformers refuses", "config.json"]),
+        ({"layer_types": ["x", "y"]}, ["layer_types must name full_attention alone"]),
+        ({"attention_dropout": "x"}, ["transformers refuses", "config.json"]),
         ({"eos_token_id": 512}, ["eos_token_id", "vocab_size 512", "got 512"]),
     ],
 )

@@ -1,14 +1,16 @@
 """A teacher may have padding rows that the student lacks, as Qwen2.5-7B has beside 0.5B."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_opd.cli.preflight import check_models
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.preflight import check_models, read_model
 from megatron_opd.config.schema import Config
 from tests.support.cli_cases import call, refused
-from tests.support.models import tiny_qwen3, tiny_qwen3_moe, write_tokenizer
+from tests.support.models import tiny_mixtral, tiny_qwen3, tiny_qwen3_moe, write_tokenizer
 
 
 def with_teacher(tmp_path: Path, config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
@@ -63,3 +65,40 @@ def test_dense_layers_of_a_mixture_are_refused_for_they_would_be_served_wrong(
     words = [f"{role}.model must have experts in every layer", f"layer {dense} of config.json"]
     for verb in ("check", "run"):
         refused(capsys, call(tmp_path, config, verb=verb), *words)
+
+
+@pytest.mark.parametrize(
+    ("write", "fields", "words"),
+    [
+        (tiny_qwen3_moe, {"tie_word_embeddings": True}, ["tie_word_embeddings must be false"]),
+        (tiny_mixtral, {"tie_word_embeddings": True}, ["tie_word_embeddings must be false"]),
+        (tiny_mixtral, {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["got linear"]),
+        (tiny_mixtral, {"rope_theta": 500.5, "rope_parameters": None}, ["got 500.5"]),
+        (tiny_mixtral, {"head_dim": 32}, ["head_dim must be hidden_size", "got 32"]),
+        (tiny_qwen3, {"architectures": ["Qwen2ForCausalLM"]}, ["architectures must be", "SGLang"]),
+    ],
+)
+def test_what_sglang_reads_otherwise_is_refused(
+    write: Any, fields: dict[str, Any], words: list[str], tmp_path: Path
+):
+    """Before: accepted, and the servers held another model than the learner's."""
+    path = write(tmp_path / "model")
+    described = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(described | fields))
+    with pytest.raises(UserError) as caught:
+        read_model(path, "student.model")
+    for word in ["student.model", *words]:
+        assert word in str(caught.value)
+
+
+def test_rotary_settings_in_two_places_are_named(tmp_path: Path, config: dict[str, Any], capsys):
+    model = tiny_qwen3(tmp_path / "added")
+    described = json.loads((model / "config.json").read_text())
+    described["rope_parameters"]["rope_theta"] = 500.0
+    described["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
+    (model / "config.json").write_text(json.dumps(described))
+    config["teacher"]["model"] = str(model)
+    capsys.readouterr()
+    assert call(tmp_path, config, verb="check") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "teacher.model: rope_scaling {'rope_type': 'linear', 'factor': 4.0} replaces" in said

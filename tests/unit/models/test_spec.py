@@ -43,8 +43,12 @@ def test_the_architecture_is_read(moe: Path, dense: Path):
         ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         ({"mlp_bias": True}, "mlp_bias must be False, got True"),
-        ({"use_sliding_window": "absent", "sliding_window": 64}, "sliding_window must be null"),
-        ({"rope_parameters": None}, "lacks the key 'rope_theta'"),
+        ({"model_type": "llama", "sliding_window": 64}, "sliding_window must be null"),
+        ({"rope_parameters": {"rope_theta": None}}, "rope_theta must be a number > 0"),
+        ({"dual_chunk_attention_config": {}}, "dual_chunk_attention_config must be None"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping must be None"),
+        ({"bias": True}, "bias must be False, got True"),
+        ({"original_max_position_embeddings": 64}, "must stand inside rope_parameters alone"),
     ],
 )
 def test_what_cannot_be_trained_is_refused(change: dict, message: str, dense: Path, tmp_path: Path):

@@ -1,5 +1,6 @@
 """The tables against what transformers writes: names and shapes of every family."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,6 +90,19 @@ def test_rotary_frequencies_are_transformers_bit_for_bit(rope: Rope, head_dim: i
     assert read_model_spec(path).rope.type == rope.type
     ours = rotary_frequencies(read_model_spec(path).rope, head_dim, torch.device("cpu"))
     assert torch.equal(ours, expected)
+
+
+def test_an_added_rope_scaling_turns_the_learner_as_it_turns_transformers(tmp_path: Path):
+    """Before: it was ignored, and the servers' model was another one."""
+    path = tiny_qwen3(tmp_path / "model", num_hidden_layers=1)
+    file = path / "config.json"
+    described = json.loads(file.read_text())
+    described["rope_parameters"] = {"rope_type": "default", "rope_theta": 500.0}
+    described["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
+    file.write_text(json.dumps(described))
+    expected = AutoModelForCausalLM.from_pretrained(path).model.rotary_emb.inv_freq
+    spec = read_model_spec(path)
+    assert torch.equal(rotary_frequencies(spec.rope, 16, torch.device("cpu")), expected)
 
 
 def test_a_dtype_that_cannot_be_trained_is_named(tmp_path: Path):

@@ -1,0 +1,137 @@
+"""Fills in what config.json leaves out, and settles what it says twice, as transformers 5 does.
+
+Its configuration classes are the reference; tests/unit/models/test_hf_config.py compares. Nothing
+here imports them, as they take seconds to load. Torch-free.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_opd.config.wording import shown
+from megatron_opd.models.families import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
+
+# Sizes of the whole model are never assumed: hidden_size, intermediate_size, vocab_size and the
+# numbers of layers and heads must be written.
+_COMMON: dict[str, Any] = {
+    "hidden_act": "silu",
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+_QWEN = _COMMON | {"max_position_embeddings": 32768, "use_sliding_window": False}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    LLAMA.name: _COMMON | {"max_position_embeddings": 2048, "num_key_value_heads": None},
+    MIXTRAL.name: _COMMON
+    | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
+    | {"num_experts_per_tok": 2, "num_local_experts": 8},
+    QWEN2.name: _QWEN | {"num_key_value_heads": 32},
+    QWEN3.name: _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
+    QWEN3_MOE.name: _QWEN
+    | {"num_key_value_heads": 4, "num_experts_per_tok": 8, "num_experts": 128}
+    | {"moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1},
+}
+"""What transformers takes for a key that is absent. null is another matter: where it is no value of
+the key, transformers refuses the file."""
+THETA = {MIXTRAL.name: 1e6}
+"""rope_theta where nothing names it, if it is not 10000."""
+
+# Keys that one of learner, transformers and SGLang acts on and another ignores, and the values at
+# which they agree.
+ONE_SIDED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "bias": (False, None),
+    "mlp_bias": (False,),
+    "qkv_bias": (True, None),
+    "use_sliding_window": (False,),
+    "sliding_window_size": (None,),
+    "window_size": (None,),
+    "hidden_act": ("silu",),
+    "is_causal": (True, None),
+    "rope_is_neox_style": (True,),
+    "partial_rotary_factor": (1,),
+    "dual_chunk_attention_config": (None,),
+    "final_logit_softcapping": (None,),
+    "per_layer_config": (None,),
+    "n_shared_experts": (None, 0),
+    "shared_expert_intermediate_size": (None, 0),
+}
+ROPE_KEYS = frozenset(
+    {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
+    | {"original_max_position_embeddings", "partial_rotary_factor"}
+)
+
+
+def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return `config` with every key that it lacks, num_experts by the family's own name for it.
+
+    ValueError: it holds what learner and servers would read differently.
+    """
+    full = DEFAULTS[family.name] | config
+    for key, allowed in ONE_SIDED.items():
+        if key in full and full[key] not in allowed:
+            raise ValueError(f"{key} must be {allowed[0]!r}, got {shown(full[key])}")
+    # Qwen's carry a window that use_sliding_window switches off; the others have no such switch
+    switched = "use_sliding_window" in DEFAULTS[family.name]
+    if not switched and full.get("sliding_window") is not None:
+        raise ValueError(f"sliding_window must be null, got {shown(full['sliding_window'])}")
+    layers = full.get("layer_types") or []
+    if not isinstance(layers, list) or any(each != "full_attention" for each in layers):
+        raise ValueError(f"layer_types must name full_attention alone, got {shown(layers)}")
+    # null means as many as heads, except where transformers' mixtures refuse it
+    if full["num_key_value_heads"] is None and not family.moe:
+        full["num_key_value_heads"] = full["num_attention_heads"]
+    if family.moe:
+        # transformers' attribute_map: whichever is not the class's own field is set last
+        own = "num_experts" if "num_experts" in DEFAULTS[family.name] else "num_local_experts"
+        other = "num_local_experts" if own == "num_experts" else "num_experts"
+        if full[own] is None:
+            raise ValueError(f"{own} must be an integer, got None")
+        full["num_experts"] = full.get(other, full[own])
+    return full
+
+
+def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the rotary settings, with rope_type and rope_theta.
+
+    transformers 5 has rope_parameters, transformers 4 rope_theta and rope_scaling. Where both are
+    there, rope_scaling is taken whole, and a rope_theta inside rope_parameters is lost.
+    """
+    for key in ("rope_scaling", "rope_parameters"):
+        if config.get(key) and not isinstance(config[key], dict):
+            raise ValueError(f"{key} must be a mapping, got {shown(config[key])}")
+    rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    unknown = rope.keys() - ROPE_KEYS
+    if unknown:
+        raise ValueError(
+            f"rotary settings must be of {', '.join(sorted(ROPE_KEYS))}, got {shown(min(unknown))}"
+        )
+    rope.setdefault("rope_theta", config.get("rope_theta", THETA.get(family.name, 1e4)))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
+    if rope.get("partial_rotary_factor", 1) != 1:
+        raise ValueError(
+            "partial_rotary_factor must be 1: every feature of a head is rotated, got "
+            f"{shown(rope['partial_rotary_factor'])}"
+        )
+    outside = config.get("original_max_position_embeddings")
+    if outside is not None and outside != rope["original_max_position_embeddings"]:
+        raise ValueError(
+            "original_max_position_embeddings must stand inside rope_parameters alone, as SGLang "
+            f"takes the one outside and transformers the one inside, got {shown(outside)}"
+        )
+    return rope
+
+
+def rope_note(key: str, config: dict[str, Any]) -> str | None:
+    """Return what a second place of rotary settings changes; None: there is none."""
+    scaling, parameters = config.get("rope_scaling"), config.get("rope_parameters")
+    if not (isinstance(scaling, dict) and isinstance(parameters, dict) and scaling and parameters):
+        return None
+    if all(scaling.get(key, config.get(key)) == value for key, value in parameters.items()):
+        return None
+    return (
+        f"{key}: rope_scaling {shown(scaling)} replaces rope_parameters {shown(parameters)} whole, "
+        "its rope_theta too, as in transformers and SGLang: to keep both, put all into "
+        "rope_parameters"
+    )

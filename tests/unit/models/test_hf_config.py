@@ -1,0 +1,174 @@
+"""config.json read as transformers' own configuration classes read it."""
+
+import contextlib
+import io
+import json
+import logging
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoConfig
+from transformers.utils import logging as transformers_logging
+
+from megatron_opd.models.families import FAMILIES, QWEN3_MOE
+from megatron_opd.models.spec import ModelSpec, read_model_spec
+
+SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES |= {"vocab_size": 512, "num_attention_heads": 8}
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPES = (
+    *({"rope_type": kind} for kind in ("default", "yarn", None)),
+    *({"type": kind, "factor": 4.0} for kind in ("default", "linear", "dynamic")),
+    {"rope_type": "linear", "factor": 2, "rope_theta": 500.0},
+    {"rope_type": "linear", "type": "default", "factor": 3.0},
+    {"rope_type": "llama3", **LLAMA3},
+    {"type": "llama3", **LLAMA3, "original_max_position_embeddings": 64},
+    {"rope_type": "llama3", **LLAMA3, "rope_theta": 7e4, "original_max_position_embeddings": 32},
+    {"rope_theta": 1e6},
+    {"rope_theta": 1e6, "rope_type": "default", "partial_rotary_factor": 1.0},
+    {"rope_theta": None, "rope_type": "default"},
+    {"full_attention": {"rope_type": "default", "rope_theta": 9e4}},
+    {"rope_type": "default", "mrope_section": [1, 1, 2]},
+    {},
+    None,
+)
+VALUES: dict[str, tuple[Any, ...]] = {
+    "num_key_value_heads": (1, 4, 8, None),
+    "head_dim": (8, 16, None),
+    "rms_norm_eps": (1e-6, 1e-5, 1, None),
+    "rope_theta": (10000.0, 500000, None),
+    "rope_scaling": ROPES,
+    "rope_parameters": ROPES,
+    "tie_word_embeddings": (True, False, None),
+    "hidden_act": ("silu", "gelu", None),
+    "max_position_embeddings": (128, 4096, None),
+    "original_max_position_embeddings": (64, 128, None),
+    "partial_rotary_factor": (1.0, 0.5, None),
+    "attention_bias": (True, False, None),
+    "mlp_bias": (True, False, None),
+    "sliding_window": (32, None),
+    "use_sliding_window": (True, False, None),
+    "max_window_layers": (1, 28),
+    "layer_types": (["full_attention"] * 2, ["full_attention", "sliding_attention"], None),
+    "num_experts_per_tok": (1, 2, None),
+    "num_experts": (16, 8, None),
+    "num_local_experts": (4, 16, None),
+    "moe_intermediate_size": (32, None),
+    "norm_topk_prob": (True, False, None),
+    "decoder_sparse_step": (1, 2, None),
+    "mlp_only_layers": ([], [0], None),
+    "initializer_range": (0.02, 0.1, None),
+}
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> dict[str, Any]:
+    keys = draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=8))
+    config = {key: draw(st.sampled_from(VALUES[key])) for key in keys}
+    return {"model_type": draw(st.sampled_from(sorted(FAMILIES))), **SIZES, **config}
+
+
+def by_transformers(path: Path) -> Any:
+    """transformers' configuration, or None where it refuses the file."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            return AutoConfig.from_pretrained(path)
+        except (StrictDataclassError, AttributeError, KeyError, TypeError, ValueError):
+            return None
+
+
+def same(spec: ModelSpec, config: Any) -> None:
+    """Every field that a learner is built from is transformers'."""
+    rope = config.rope_parameters
+    assert (spec.rope.type, spec.rope.theta) == (rope["rope_type"], rope["rope_theta"])
+    if spec.rope.type != "default":
+        assert spec.rope.factor == rope["factor"]
+    if spec.rope.type == "llama3":
+        bounds = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        ours = (spec.rope.low_freq_factor, spec.rope.high_freq_factor)
+        assert (*ours, spec.rope.original_max_position) == tuple(rope[key] for key in bounds)
+    assert rope.get("partial_rotary_factor", 1.0) == 1.0
+    # as transformers' own rotary embeddings and attentions read it
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    assert (spec.head_dim, spec.num_kv_heads) == (head_dim, config.num_key_value_heads)
+    assert (spec.norm_eps, spec.tied) == (config.rms_norm_eps, config.tie_word_embeddings)
+    assert spec.max_position == config.max_position_embeddings
+    assert spec.initializer_range == config.initializer_range
+    assert config.hidden_act == "silu"
+    assert not getattr(config, "attention_bias", False)
+    assert not getattr(config, "mlp_bias", False)
+    assert set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
+    assert getattr(config, "sliding_window", None) is None
+    if not spec.family.moe:
+        return
+    assert spec.num_experts == config.num_local_experts == config.num_experts
+    assert spec.experts_per_token == config.num_experts_per_tok
+    assert spec.expert_ffn_size == getattr(config, spec.family.expert_ffn_key)
+    qwen = spec.family == QWEN3_MOE  # Mixtral's model reads none of these
+    assert spec.norm_topk_prob == (config.norm_topk_prob if qwen else True)
+    dense, step = (config.mlp_only_layers, config.decoder_sparse_step) if qwen else ([], 1)
+    expected = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec.num_layers))
+    assert spec.moe_layers == expected
+
+
+def read(config: dict[str, Any]) -> tuple[ModelSpec | str, Any]:
+    """What we read, or why we refuse, and what transformers reads."""
+    with tempfile.TemporaryDirectory() as name:
+        (Path(name) / "config.json").write_text(json.dumps(config))
+        theirs = by_transformers(Path(name))
+        try:
+            return read_model_spec(Path(name)), theirs
+        except ValueError as error:
+            return str(error), theirs
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    yield
+    transformers_logging.set_verbosity(logging.WARNING)
+
+
+@settings(max_examples=400, deadline=None)
+@given(configs())
+def test_what_is_accepted_is_read_as_transformers_reads_it(config: dict[str, Any]):
+    ours, theirs = read(config)
+    if isinstance(ours, ModelSpec):
+        assert theirs is not None, "accepted, but transformers refuses it"
+        same(ours, theirs)
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("key", [None, *sorted(VALUES)])
+def test_every_default_and_every_plain_value_is_accepted(family: str, key: str | None):
+    plain = {"model_type": family, **SIZES, "num_key_value_heads": 4, "num_experts": 8}
+    if key is None:
+        del plain["num_key_value_heads"], plain["num_experts"]
+        plain["num_attention_heads"] = 32  # the default of the key-value heads
+    elif key == "rope_scaling":
+        plain[key] = {"rope_type": "linear", "factor": 2.0}
+    elif key not in ("original_max_position_embeddings", "num_local_experts"):
+        plain[key] = VALUES[key][0] if key not in ("rope_parameters",) else {"rope_theta": 1e6}
+    for refused in ("attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings"):
+        if key == refused:
+            plain[key] = False
+    if key == "sliding_window":
+        plain[key] = 32 if family.startswith("qwen") else None
+    ours, theirs = read(plain)
+    assert isinstance(ours, ModelSpec), ours
+    same(ours, theirs)
+
+
+def test_rope_scaling_beside_rope_parameters_is_the_one_that_counts():
+    both = {"model_type": "qwen3", **SIZES, "num_key_value_heads": 4}
+    both |= {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}
+    both |= {"rope_scaling": {"rope_type": "linear", "factor": 4.0}}
+    ours, theirs = read(both)
+    assert isinstance(ours, ModelSpec)
+    assert (ours.rope.type, ours.rope.theta, ours.rope.factor) == ("linear", 10000.0, 4.0)
+    same(ours, theirs)
