@@ -55,11 +55,12 @@ def test_every_teacher_is_checked(
     refused(capsys, call(tmp_path, tree, "--set", "teachers.math.tp=3"), "teachers.math.tp", "tp=3")
     words = "teachers.math.context_length must be >= student.context_length", "100 and 2048"
     refused(capsys, call(tmp_path, tree, "--set", "teachers.math.context_length=100"), *words)
-    tree["run"]["dir"] = str(tmp_path)
-    tree["data"]["train"] = "/nowhere"
-    tree["student"]["model"] = tree["teacher"]["model"]
-    refused(capsys, call(tmp_path, tree), "teachers.math.model must lie outside run.dir")
-    tree = with_teachers(tmp_path, config | {"run": {}}, models, ["math"])
+    within = tree | {
+        "run": {"dir": str(tmp_path)},
+        "data": tree["data"] | {"train": "/nowhere"},
+        "student": {"model": tree["teacher"]["model"]},
+    }
+    refused(capsys, call(tmp_path, within), "teachers.math.model must lie outside run.dir")
     write_tokenizer(tmp_path / "math", 511)
     refused(capsys, call(tmp_path, tree), "student.model and teachers.math.model", "one tokenizer")
     tree["teachers"] = {"a/b": {"model": str(models / "teacher")}}

@@ -239,13 +239,16 @@ def test_time_on_the_link_counts_by_the_sites_clock():
 
 def test_samples_are_held_back_where_a_study_delays_them(monkeypatch: pytest.MonkeyPatch):
     # a sample's times are of the wall clock, a timer's of the loop's: here they are one, since two
-    # clocks do not agree on how long 0.2 s are
-    monkeypatch.setattr(time, "time", time.monotonic)
+    # clocks do not agree on how long 0.2 s are; and it stands while the site comes, since the time
+    # that its greeting takes would be taken for a difference of its clock
+    stands_at_s = time.monotonic()
+    monkeypatch.setattr(time, "time", lambda: stands_at_s)
 
     async def run():
         waits = {0: 0.2, 1: 0.0}
         async with Sites(("a",), hold=lambda site, number: waits[number]) as sites:
             await sites.comes("a")
+            monkeypatch.setattr(time, "time", time.monotonic)
             await sites.ask(0, 1)
             before_s = time.time()
             await sites.finishes("a", 0)

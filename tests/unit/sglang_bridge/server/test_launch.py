@@ -391,11 +391,11 @@ def test_threads_of_a_team_sleep_while_they_wait():
 
 
 @pytest.mark.parametrize("name", ["__main__", "__mp_main__"])
-def test_megatron_is_kept_out_of_servers_and_of_the_processes_they_spawn(name: str):
+def test_megatron_is_kept_out_of_servers_and_of_the_processes_they_spawn(tmp_path: Path, name: str):
     """`__mp_main__` is what multiprocessing calls the main module in a spawned process."""
     code = f"""
 import runpy, sys
-sys.argv = ["server", "--model-path", "/nowhere"]
+sys.argv = ["server", "--model-path", {str(tmp_path / "nowhere")!r}]
 try:
     runpy.run_module("sglang_bridge.server.__main__", run_name={name!r})
 except SystemExit as ended:
