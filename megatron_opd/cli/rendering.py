@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.preflight import CheckedModels
@@ -92,18 +93,20 @@ def rendering_notes(config: Config, models: CheckedModels, every: Sequence[Promp
     if models.tokenizer is None:
         return []
     if config.data.chat_template:
-        found = template_notes(config.data, models.tokenizer, models.template)
+        found = template_notes(
+            config.data.chat_template_kwargs, models.tokenizer, models.template.clock
+        )
     else:
         found = frame_notes(models.tokenizer)
     return found + [line for each in every for line in each.marked_lines]
 
 
 def template_notes(
-    data: DataConfig, tokenizer: PreTrainedTokenizerBase, template: RunTemplate
+    kwargs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, clock: datetime
 ) -> list[str]:
     """Return what a chat template reads, does not read, or leaves to the tokenizer."""
     lines: list[str] = []
-    unread = unread_kwargs(tokenizer, data.chat_template_kwargs)
+    unread = unread_kwargs(tokenizer, kwargs)
     if unread:
         lines.append(
             "data.chat_template_kwargs: the tokenizer's chat template does not read "
@@ -119,7 +122,7 @@ def template_notes(
     if reads_clock(tokenizer):
         lines.append(
             "data.chat_template: the chat template reads the clock; for every prompt of the run, "
-            f"after --resume too, it stands at {template.clock.isoformat(sep=' ')}"
+            f"after --resume too, it stands at {clock.isoformat(sep=' ')}"
         )
     begin = Marker(tokenizer).frame[0]
     bos = str(tokenizer.decode(begin, skip_special_tokens=False))

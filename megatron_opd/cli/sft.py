@@ -5,19 +5,50 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
+from rich.console import Console
+
 from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.prepare import checked
+from megatron_opd.cli.rendering import frame_notes, template_notes
+from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.sft import SftConfig
-from megatron_opd.data.records import read_records
+from megatron_opd.data.pairs import pair_rules, read_pairs
+from megatron_opd.data.template import this_moment
 from megatron_opd.launch.gpus import gpus_here
 from megatron_opd.launch.parts import LEARNER, learner_part
 from megatron_opd.launch.placement import place
-from megatron_opd.models.spec import read_model_spec
+from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
 
 GRACE_S = 5.0
+CONSOLE = Console(highlight=False)
+
+
+def checked_pairs(config: SftConfig, spec: ModelSpec) -> list[str]:
+    """Read every file as the learner will; return what the user should know. Raises UserError."""
+    tokenizer = load_tokenizer(config.init, "init")
+    raw = checked(lambda: read_config(config.init / "config.json"))
+    limit, clock = spec.max_position, this_moment()
+    try:
+        rules = pair_rules(config, raw, tokenizer, limit, clock)
+        files = [path for path in (config.train, config.validation) if path is not None]
+        notes = [note for path in files for note in read_pairs(path, tokenizer, rules).notes]
+    except ValueError as error:
+        raise UserError(_in_words_of_sft(str(error))) from None
+    if config.chat_template:
+        notes += template_notes(config.chat_template_kwargs, tokenizer, clock)
+    else:
+        notes += frame_notes(tokenizer)
+    return [_in_words_of_sft(note) for note in notes]
+
+
+def _in_words_of_sft(text: str) -> str:
+    """Return a line about prompts with the keys of this configuration instead of a run's."""
+    for key in ("chat_template", "system_prompt"):
+        text = text.replace(f"data.{key}", key)
+    return text.replace("student.model: its tokenizer", "init: its tokenizer")
 
 
 def run_sft(config: SftConfig) -> int:
@@ -30,9 +61,8 @@ def run_sft(config: SftConfig) -> int:
     spec = checked(lambda: read_model_spec(config.init))
     checked(lambda: spec.check_parallel(parallel, uneven=config.learner.uneven_stages))
     check_megatron(spec, config.learner)
-    for path in (config.train, config.validation):
-        if path is not None:
-            checked(lambda path=path: read_records(path, (config.prompt_key, config.response_key)))
+    for note in checked_pairs(config, spec):
+        CONSOLE.print(f"note: {note}", soft_wrap=True, markup=False)
     placement = checked(lambda: place([learner_part(config.learner)], gpus_here()))
     with tempfile.TemporaryDirectory(prefix="opd-sft-") as scratch:
         resolved = Path(scratch) / "sft.yaml"

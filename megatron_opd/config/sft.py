@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from pydantic import model_validator
+from typing import Any
+
+from pydantic import Field, model_validator
 
 from megatron_opd.config.learner import Dtype, LearnerConfig
 from megatron_opd.config.rules import warmup_problem
 from megatron_opd.config.section import (
+    ChatTemplate,
     FilePath,
     PositiveInt,
+    Said,
     Section,
+    TemplateKwargs,
 )
 from megatron_opd.config.sections import RunConfig
+from megatron_opd.config.wording import shown
 
 
 class SftConfig(Section):
@@ -27,9 +33,21 @@ class SftConfig(Section):
     train: FilePath
     """JSONL or parquet file with a prompt and a response column, to train on."""
     prompt_key: str = "prompt"
-    """Name of the column that holds the prompt."""
+    """Name of the column that holds the prompt: text, or with chat_template a list of messages."""
     response_key: str = "response"
     """Name of the column that holds the response; only its tokens are trained on."""
+    messages_key: str | None = None
+    """Name of the column that holds whole chats, instead of prompt_key and response_key: each of
+    their assistants' messages is an example, with the messages before it as its prompt. Needs
+    chat_template. A chat of n answers costs n examples. null: prompt_key and response_key."""
+    chat_template: ChatTemplate = False
+    """Renders prompts with a chat template as data.chat_template of `opd run` does: true, the
+    tokenizer's; a path, that Jinja file; false, a prompt is its text. A response is then what the
+    template writes behind the prompt, up to its end token."""
+    system_prompt: Said | None = None
+    """System message of chats that have none, as data.system_prompt. Needs chat_template."""
+    chat_template_kwargs: TemplateKwargs = Field(default_factory=dict[str, Any])
+    """Variables of the chat template, as data.chat_template_kwargs. Needs chat_template."""
     batch_size: PositiveInt = 64
     """Prompt-response pairs per update. Raising it lowers the variance of the gradient and costs
     time per update in proportion."""
@@ -47,6 +65,16 @@ class SftConfig(Section):
     save_dtype: Dtype = "bfloat16"
     """Number format in which the weights are written; float32 takes twice the disk space of
     bfloat16."""
+
+    @model_validator(mode="after")
+    def _only_a_template_has_messages(self) -> SftConfig:
+        for key in ("messages_key", "system_prompt", "chat_template_kwargs"):
+            if getattr(self, key) and not self.chat_template:
+                raise ValueError(
+                    f"{key} needs chat_template: true or a file, got {shown(getattr(self, key))} "
+                    "without it; set chat_template: true or leave it out"
+                )
+        return self
 
     @model_validator(mode="after")
     def _shares(self) -> SftConfig:

@@ -153,11 +153,16 @@ def continued(opened: str, content: str, text: str) -> list[Mark]:
         marks.append(Mark(TRIMMED, f"the message to continue, {_brief(content)}"))
     begun = text[: len(text) - len(written)]
     if begun != opened:
-        pairs = enumerate(zip(begun, opened, strict=False))
-        same = next((i for i, (a, b) in pairs if a != b), min(len(begun), len(opened)))
+        same = alike(begun, opened)
         what = f"the template writes {_brief(begun[same:])} before {_brief(content)}"
         marks.append(Mark(OPENED, f"{what}, an answer begins with {_brief(opened[same:])}"))
     return marks
+
+
+def alike(one: str, other: str) -> int:
+    """Return with how many characters both texts begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _brief(text: str) -> str:

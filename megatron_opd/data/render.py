@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
-from megatron_opd.config.wording import line
+from megatron_opd.config.wording import line, shown
 from megatron_opd.data.faults import Unusable
-from megatron_opd.data.marks import JSON_TEXT, Mark, Marker, changed, continued, probe
+from megatron_opd.data.marks import JSON_TEXT, Mark, Marker, alike, changed, continued, probe
 from megatron_opd.data.messages import ASSISTANT, SYSTEM, USER, Chat, Message, WrittenChat
 from megatron_opd.data.template import CLOCK, chance_in, names_in, sources, this_moment
 
@@ -29,6 +29,9 @@ LEAST_S = 60.0
 """Seconds that a tokenizer and its template may take, however little there is to read."""
 CHARACTERS_PER_S = 5_000
 """Characters that allow one more second: a hundredth of the demo tokenizer's speed."""
+
+BEFORE = 20
+"""Characters shown of what two texts begin with before they differ."""
 
 ResultT = TypeVar("ResultT")
 
@@ -103,6 +106,43 @@ class Renderer:
         characters = sum(len(m.content) for prompt in prompts for m in self._how.chat_of(prompt))
         through = self._chats if self._how.chat_template else self._texts
         return self._within(len(prompts), characters, lambda: through(prompts))
+
+    def answered(self, prompt: str | Chat, answer: Message) -> tuple[Rendered, str, str] | Unusable:
+        """Return a prompt's ids, the text of its answer, and what the template puts behind that.
+
+        The text is what the template writes behind the prompt, so that it begins as responses do.
+        """
+        (rendered,) = self.render([prompt])
+        if isinstance(rendered, Unusable):
+            return rendered
+        chat = (*self._how.chat_of(prompt), answer)
+        found = self._within(1, len(answer.content), lambda: self._turn_of(chat))
+        return found if isinstance(found, Unusable) else (rendered, *found)
+
+    def _turn_of(self, chat: Chat) -> tuple[str, str] | Unusable:
+        *before, answer = chat
+        try:
+            opened = _apply(self._tokenizer, tuple(before), self._how)
+            closed = _apply(self._tokenizer, chat, self._how, answer=False)
+        except Exception as error:  # noqa: BLE001  a template is a program: it raises what it likes
+            return Unusable("bad_chat", f"the chat template does not take it: {said(error)}")
+        if not closed.startswith(opened):
+            same = max(alike(closed, opened) - BEFORE, 0)
+            return Unusable(
+                "bad_chat",
+                f"the chat template begins an answer with {shown(opened[same:], 60)} and writes "
+                f"this one with {shown(closed[same:], 60)}: what is learnt would not be what is "
+                "sampled; name a template file in which both are alike",
+            )
+        turn = closed.removeprefix(opened)
+        for content in (answer.content, answer.content.strip()):
+            if content in turn:
+                end = turn.rindex(content) + len(content)
+                return turn[:end], turn[end:]
+        return Unusable(
+            "bad_chat",
+            f"the chat template does not write the answer {shown(answer.content, 60)} as it is",
+        )
 
     def _within(self, prompts: int, characters: int, call: Callable[[], ResultT]) -> ResultT:
         limit_s = LEAST_S + characters / CHARACTERS_PER_S

@@ -85,6 +85,12 @@ def read_template(path: Path) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
+def use_template(tokenizer: PreTrainedTokenizerBase, named: bool | Path) -> None:
+    """Give a tokenizer the template that a configuration names. ValueError: as read_template."""
+    if isinstance(named, Path):
+        tokenizer.chat_template = read_template(named)
+
+
 def sources(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the text of each of a tokenizer's chat templates by name; one alone is DEFAULT."""
     template: Any = tokenizer.chat_template

@@ -6,13 +6,17 @@ alone would leave the others in a collective of the update until their controlle
 
 from __future__ import annotations
 
+from datetime import datetime, timedelta
+
 import torch
 import torch.distributed as dist
 
+from megatron_opd.data.template import this_moment
 from megatron_opd.learner.world import World
 from sglang_bridge.errors import one_line
 
 WORDS_BYTES = 4000
+EPOCH = datetime(1970, 1, 1)
 
 
 def agree(refused: ValueError | None, lacks: bool, world: World) -> bool:
@@ -30,6 +34,14 @@ def agree(refused: ValueError | None, lacks: bool, world: World) -> bool:
     if first < world.size:
         raise ValueError(_words(refused, first, world)) from refused
     return bool(complete)
+
+
+def agreed_moment(world: World) -> datetime:
+    """Return the local time of rank 0 in whole seconds, on every rank. Collective."""
+    seconds = torch.tensor([(this_moment() - EPOCH) // timedelta(seconds=1)], device=world.device)
+    if world.size > 1:
+        dist.broadcast(seconds, src=0)
+    return EPOCH + timedelta(seconds=int(seconds.item()))
 
 
 def _words(refused: ValueError | None, first: int, world: World) -> str:

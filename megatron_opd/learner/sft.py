@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,57 +11,14 @@ import numpy as np
 
 from megatron_opd.batching.plan import learner_plan
 from megatron_opd.config.sft import SftConfig
-from megatron_opd.data.records import read_records
+from megatron_opd.data.pairs import Pair, pair_rules, read_pairs
+from megatron_opd.learner.agreement import agreed_moment
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.micro_batch import SftMicro, sft_micro
 from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.optimizer import learning_rate
 from megatron_opd.learner.sft_report import Report, Row
-from megatron_opd.types import IntArray
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """Holds one example: prompt tokens, and response tokens with the end-of-sequence token."""
-
-    prompt_ids: IntArray
-    response_ids: IntArray
-
-    @property
-    def num_tokens(self) -> int:
-        """Returns the number of prompt and response tokens together."""
-        return len(self.prompt_ids) + len(self.response_ids)
-
-
-def read_pairs(config: SftConfig, path: Path, max_tokens: int) -> list[Pair]:
-    """Tokenise the training file with the tokenizer of `config.init`.
-
-    max_tokens: the model's context. ValueError: bad file, no end-of-sequence token, or a pair that
-    does not fit.
-    """
-    from transformers import AutoTokenizer
-
-    rows = read_records(path, [config.prompt_key, config.response_key])
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(config.init), local_files_only=True)
-    if tokenizer.eos_token_id is None:
-        raise ValueError(f"init: the tokenizer of {config.init} has no end-of-sequence token")
-    pairs: list[Pair] = []
-    for number, row in enumerate(rows, start=1):
-        prompt, response = (
-            tokenizer.encode(row[key], add_special_tokens=False)
-            for key in (config.prompt_key, config.response_key)
-        )
-        pair = Pair(
-            np.array(prompt, dtype=np.int32),
-            np.array([*response, tokenizer.eos_token_id], dtype=np.int32),
-        )
-        if pair.num_tokens > max_tokens:
-            raise ValueError(
-                f"{path} row {number}: prompt and response must fit the model's context of "
-                f"{max_tokens} tokens, got {pair.num_tokens}"
-            )
-        pairs.append(pair)
-    return pairs
+from megatron_opd.models.spec import read_config
 
 
 def batches(pairs: list[Pair], batch_size: int, seed: int) -> Iterator[list[Pair]]:
@@ -118,6 +75,8 @@ def run_sft(config: SftConfig) -> None:
 
     ValueError: bad input, before anything is trained.
     """
+    from transformers import AutoTokenizer
+
     updates = config.run.max_steps
     learner = MegatronLearner(
         config.init,
@@ -127,10 +86,14 @@ def run_sft(config: SftConfig) -> None:
         fresh_seed=config.run.seed,
     )
     limit = learner.spec.max_position
-    pairs = read_pairs(config, config.train, limit)
+    tokenizer: Any = AutoTokenizer.from_pretrained(str(config.init), local_files_only=True)
+    raw = read_config(config.init / "config.json")
+    rules = pair_rules(config, raw, tokenizer, limit, agreed_moment(learner.world))
+    pairs = read_pairs(config.train, tokenizer, rules).pairs
     validation = None
     if config.validation is not None:
-        validation = Validation(read_pairs(config, config.validation, limit), learner)
+        held_out = read_pairs(config.validation, tokenizer, rules).pairs
+        validation = Validation(held_out, learner)
     source = batches(pairs, config.batch_size, config.run.seed)
     report = Report(config, shown=learner.world.rank == 0)
     if validation is not None:

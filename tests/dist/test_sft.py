@@ -11,7 +11,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_opd.config.sft import SftConfig
-from megatron_opd.learner.sft import batches, read_pairs
+from megatron_opd.data.pairs import Pair, pair_rules
+from megatron_opd.data.pairs import read_pairs as read_file
+from megatron_opd.data.template import this_moment
+from megatron_opd.learner.sft import batches
 from tests.dist import jobs
 from tests.dist.worlds import run_world
 from tests.support.figures import bounded
@@ -119,13 +122,21 @@ def started(weightless, data, tmp_path_factory):
     return base / "model"
 
 
+def read_pairs(config: SftConfig, path: Path, max_tokens: int) -> list[Pair]:
+    """The examples of a file, as the learner reads them."""
+    tokenizer = AutoTokenizer.from_pretrained(config.init)
+    raw = json.loads((config.init / "config.json").read_text())
+    rules = pair_rules(config, raw, tokenizer, max_tokens, this_moment())
+    return read_file(path, tokenizer, rules).pairs
+
+
 def test_pairs_and_their_mistakes(weightless, data, tmp_path):
     config = SftConfig.model_validate(make_config(weightless, data, tmp_path, 2))
     pairs = read_pairs(config, config.train, 2048)
     assert len(pairs) == len(PAIRS)
     assert pairs[0].response_ids[-1] == 1
     assert len(pairs[0].prompt_ids) == len("0+0=")
-    with pytest.raises(ValueError, match=r"row 1: prompt and response must fit .* 5 tokens, got 8"):
+    with pytest.raises(ValueError, match=r":1: prompt and response must fit .* 5 tokens, got 8"):
         read_pairs(config, config.train, 5)
 
 

@@ -18,7 +18,7 @@ from megatron_opd.cli.train_data import (
 )
 from megatron_opd.config.schema import Config
 from megatron_opd.data.prompts import PromptSet
-from megatron_opd.data.template import RunTemplate
+from megatron_opd.data.template import this_moment
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.types import Prompt
 
@@ -111,7 +111,7 @@ def test_variables_that_the_template_does_not_read_are_named():
 
     def noted(**kwargs: Any) -> list[str]:
         with_kwargs = config(ASYNC, chat_template=True, chat_template_kwargs=kwargs)
-        return template_notes(with_kwargs.data, tokenizer, RunTemplate())
+        return template_notes(with_kwargs.data.chat_template_kwargs, tokenizer, this_moment())
 
     assert noted(enable_thinking=False) == []
     (line,) = noted(enable_thinking=False, thinking=True, enable=1)

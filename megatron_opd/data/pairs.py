@@ -1,0 +1,216 @@
+"""Turns rows of a file for fine-tuning into ids of prompts and of their answers.
+
+Invariant: the prompt of a pair is what a run renders of the same text or messages, id by id; its
+response is what the student would sample behind it, with the token that ends it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron_opd.config.sft import SftConfig
+from megatron_opd.config.wording import shown
+from megatron_opd.data.faults import Fault, Unusable
+from megatron_opd.data.marks import KINDS, Mark
+from megatron_opd.data.messages import ASSISTANT, USER, Chat, Message
+from megatron_opd.data.records import Columns, Record, scan_records
+from megatron_opd.data.render import Rendered, Renderer, Rendering
+from megatron_opd.data.template import use_template
+from megatron_opd.types import IntArray
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NOT_ENDED = "not_ended"
+TOLD = {
+    **KINDS,
+    NOT_ENDED: (
+        "have answers that the chat template does not end with an end token of the model, so that "
+        "one is put behind them"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Holds one example: prompt tokens, and response tokens with the token that ends them."""
+
+    prompt_ids: IntArray
+    response_ids: IntArray
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of prompt and response tokens together."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class PairRules:
+    """Says where a row has its examples, and how they become ids.
+
+    messages_key: the column of a chat, each of whose answers is an example; None: a row is one, of
+    prompt_key and response_key. end_ids: those that end a response; end_id: the one that is put
+    behind a response that has none. max_tokens: of prompt and response together.
+    """
+
+    prompt_key: str
+    response_key: str
+    messages_key: str | None
+    rendering: Rendering
+    end_ids: frozenset[int]
+    end_id: int
+    max_tokens: int
+
+    @property
+    def columns(self) -> Columns:
+        """Returns what is read of a row."""
+        if self.messages_key is not None:
+            return Columns(chats=(self.messages_key,))
+        return Columns(texts=(self.response_key,), chats=(self.prompt_key,))
+
+
+def pair_rules(
+    config: SftConfig,
+    raw: Mapping[str, Any],
+    tokenizer: PreTrainedTokenizerBase,
+    max_tokens: int,
+    clock: datetime,
+) -> PairRules:
+    """Return how the rows of a configuration become examples, and give the tokenizer its template.
+
+    raw: config.json of its model. max_tokens: its context. clock: the moment that templates are
+    given. ValueError: no template file, or nothing ends a response.
+    """
+    use_template(tokenizer, config.chat_template)
+    how = Rendering(
+        bool(config.chat_template), config.system_prompt, config.chat_template_kwargs, clock
+    )
+    loaded: Any = tokenizer
+    named, eos = raw.get("eos_token_id"), loaded.eos_token_id
+    ids = [i for i in (eos, *(named if isinstance(named, list) else [named])) if i is not None]
+    if not ids:
+        raise ValueError(f"init: the tokenizer of {config.init} has no end-of-sequence token")
+    keys = config.prompt_key, config.response_key, config.messages_key
+    return PairRules(*keys, how, frozenset(ids), ids[0], max_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class PairSet:
+    """Holds the examples of a file. notes: what their rows do not tell, a line for each kind."""
+
+    pairs: list[Pair]
+    notes: list[str]
+
+
+def read_pairs(path: Path, tokenizer: PreTrainedTokenizerBase, rules: PairRules) -> PairSet:
+    """Read and tokenise a file.
+
+    ValueError, one line: it cannot be read, or a row cannot be used.
+    """
+    maker = PairMaker(tokenizer, rules)
+    pairs: list[Pair] = []
+    count, first = Counter[str](), dict[str, str]()
+    for row in scan_records(path, rules.columns):
+        if isinstance(row, Fault):
+            raise ValueError(str(row))
+        where, record = row
+        try:
+            for pair, marks in maker.pairs(record):
+                if pair.num_tokens > rules.max_tokens:
+                    raise ValueError(
+                        f"{where}: prompt and response must fit the model's context of "
+                        f"{rules.max_tokens} tokens, got {pair.num_tokens}"
+                    )
+                pairs.append(pair)
+                for kind, what in dict(marks).items():
+                    count[kind] += 1
+                    first.setdefault(kind, f"{where}: {what}")
+        except Unusable as error:
+            raise ValueError(str(error.at(where))) from None
+    if not pairs:
+        raise ValueError(f"{path} holds no rows")
+    notes = [
+        f"{path}: {count[kind]} of {len(pairs)} examples {TOLD[kind]}; first {first[kind]}"
+        for kind in count
+    ]
+    return PairSet(pairs, notes)
+
+
+class PairMaker:
+    """Makes the examples of rows with one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, rules: PairRules) -> None:
+        self._tokenizer: Any = tokenizer
+        self._rules, self._renderer = rules, Renderer(tokenizer, rules.rendering)
+
+    def pairs(self, record: Record) -> Iterator[tuple[Pair, tuple[Mark, ...]]]:
+        """Yield the examples of a row, each with what is unexpected about it. Raises Unusable."""
+        rules = self._rules
+        if rules.messages_key is not None:
+            yield from self._of_chat(record[rules.messages_key])
+            return
+        prompt, response = record[rules.prompt_key], record[rules.response_key]
+        if rules.rendering.chat_template:
+            yield self._answer(prompt, Message(ASSISTANT, response))
+        elif isinstance(prompt, str):
+            yield self._of_texts(prompt, response)
+        else:
+            raise Unusable(
+                "bad_chat", f"{rules.prompt_key!r} holds messages, which need chat_template: true"
+            )
+
+    def _of_chat(self, chat: str | Chat) -> Iterator[tuple[Pair, tuple[Mark, ...]]]:
+        key = self._rules.messages_key
+        if isinstance(chat, str):
+            raise Unusable("wrong_type", f"{key!r} must be a list of messages, got a text")
+        asked = [n for n, message in enumerate(chat) if message.role == USER]
+        answers = [
+            n
+            for n, message in enumerate(chat)
+            if message.role == ASSISTANT and asked and n > asked[0]
+        ]
+        if not answers:
+            raise Unusable("bad_chat", f"{key!r} has no assistant's message behind a user's")
+        for n in answers:
+            yield self._answer(chat[:n], chat[n])
+
+    def _answer(self, prompt: str | Chat, message: Message) -> tuple[Pair, tuple[Mark, ...]]:
+        if not isinstance(prompt, str) and prompt[-1].role == ASSISTANT:
+            raise Unusable("bad_chat", f"message {len(prompt)}, an answer, is followed by another")
+        found = self._renderer.answered(prompt, message)
+        if isinstance(found, Unusable):
+            raise found
+        rendered, answer, behind = found
+        ids, marks = self._ids(answer + behind), rendered.marks
+        ends = [n for n, i in enumerate(ids) if i in self._rules.end_ids]
+        if ends:
+            response = ids[: ends[0] + 1]  # as a server ends it
+        else:
+            response = [*self._ids(answer + behind.rstrip()), self._rules.end_id]
+            closed = shown(behind.rstrip(), 60) if behind.strip() else "nothing"
+            end = self._tokenizer.decode([self._rules.end_id])
+            marks = (*marks, Mark(NOT_ENDED, f"{closed} is behind the answer, {end} is added"))
+        return _pair(rendered, response), marks
+
+    def _of_texts(self, prompt: str, response: str) -> tuple[Pair, tuple[Mark, ...]]:
+        found = self._renderer.render([prompt, prompt + response])
+        alone, whole = (each for each in found if isinstance(each, Rendered))
+        start = len(alone.ids)
+        # tokenizers that begin every text with a blank do not begin a response with it
+        together = whole.ids[:start] == alone.ids and len(whole.ids) > start
+        ids = whole.ids[start:] if together else self._ids(response)
+        return _pair(alone, [*ids, self._rules.end_id]), alone.marks
+
+    def _ids(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def _pair(prompt: Rendered, response: Sequence[int]) -> Pair:
+    return Pair(np.array(prompt.ids, dtype=np.int32), np.array(response, dtype=np.int32))

@@ -1,0 +1,154 @@
+"""Examples for fine-tuning against a run's prompts and transformers' own rendering."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from megatron_opd.data.messages import read_chat
+from megatron_opd.data.pairs import Pair, PairRules, read_pairs
+from megatron_opd.data.render import Rendered, Rendering, render_prompts
+from tests.support.framed import BOS, STOP, TURN, framed
+
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}"
+    f"{TURN}{{{{ m.role }}}}\n{{{{ m.content }}}}{STOP}\n"
+    "{% endfor %}"
+    f"{{% if add_generation_prompt %}}{TURN}assistant\n{{% endif %}}"
+)
+# leaves the thoughts of earlier answers out
+THINKS = TEMPLATE.replace(
+    "{{ m.content }}",
+    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}",
+)
+CHAT = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "1+1="},
+    {"role": "assistant", "content": "<think>hm</think>2"},
+    {"role": "user", "content": "and 1+2?"},
+    {"role": "assistant", "content": "<think>so</think>3"},
+]
+
+
+def tokenizer_with(template: str | None) -> Any:
+    made = framed()
+    made.chat_template = template
+    return made
+
+
+def rules(tokenizer: Any, *, chats: bool = False, **changes: Any) -> PairRules:
+    stop = tokenizer.convert_tokens_to_ids(STOP)
+    ends = {"end_ids": frozenset({stop, tokenizer.eos_token_id}), "end_id": tokenizer.eos_token_id}
+    how = Rendering(tokenizer.chat_template is not None)
+    given = {"rendering": how, "max_tokens": 999, **ends, **changes}
+    return PairRules("prompt", "response", "messages" if chats else None, **given)
+
+
+def pairs_of(path: Path, tokenizer: Any, row: dict[str, Any], **changes: Any) -> list[Pair]:
+    file = path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    return read_pairs(file, tokenizer, rules(tokenizer, chats="messages" in row, **changes)).pairs
+
+
+def prompt_of_a_run(tokenizer: Any, prompt: Any) -> list[int]:
+    how = Rendering(tokenizer.chat_template is not None)
+    (found,) = render_prompts([prompt], tokenizer, how)
+    assert isinstance(found, Rendered)
+    return found.ids
+
+
+@pytest.mark.parametrize("text", ["1+1=", f"{BOS}1+1="])
+def test_a_text_begins_as_in_a_run(tmp_path: Path, text: str):
+    """Before: without BOS."""
+    tokenizer = tokenizer_with(None)
+    (pair,) = pairs_of(tmp_path, tokenizer, {"prompt": text, "response": "2"})
+    assert pair.prompt_ids.tolist() == prompt_of_a_run(tokenizer, text)
+    assert pair.prompt_ids.tolist() == tokenizer("1+1=")["input_ids"]
+    assert pair.response_ids.tolist() == [*tokenizer.encode("2", add_special_tokens=False), 1]
+
+
+def test_a_response_begins_where_its_prompt_ends(tmp_path: Path):
+    """A tokenizer that begins every text with a blank does not put one between the two."""
+    words = ["<unk>", "▁", "a", "b", "▁a", "▁b", "</s>"]
+    unigram = models.Unigram([(word, -1.0) for word in words], unk_id=0)
+    backend = Tokenizer(unigram)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>"
+    )
+    assert tokenizer.convert_ids_to_tokens(tokenizer.encode("b")) == ["▁b"]
+    (pair,) = pairs_of(tmp_path, tokenizer, {"prompt": "a", "response": "b"})
+    ids = [*pair.prompt_ids.tolist(), *pair.response_ids.tolist()]
+    assert tokenizer.convert_ids_to_tokens(ids) == ["▁a", "b", "</s>"]
+
+
+@pytest.mark.parametrize("template", [TEMPLATE, THINKS])
+def test_every_answer_of_a_chat_is_an_example(tmp_path: Path, template: str):
+    """Its prompt is the run's, whatever the template does with earlier answers."""
+    tokenizer = tokenizer_with(template)
+    found = pairs_of(tmp_path, tokenizer, {"messages": CHAT})
+    assert len(found) == 2
+    for pair, end in zip(found, (2, 4), strict=True):
+        before = read_chat({"m": CHAT[:end]}, "m")
+        assert pair.prompt_ids.tolist() == prompt_of_a_run(tokenizer, before)
+        whole = tokenizer.apply_chat_template(CHAT[: end + 1], return_dict=False)
+        ids = [*pair.prompt_ids.tolist(), *pair.response_ids.tolist()]
+        assert ids == whole[: len(ids)]
+        # the answer and its end token, and not what the template writes behind it
+        answer = f"{CHAT[end]['content']}{STOP}"
+        assert tokenizer.decode(pair.response_ids) == answer
+        assert tokenizer.decode(whole[len(ids) :]) == "\n"
+
+
+def test_a_prompt_and_its_response_are_a_chat(tmp_path: Path):
+    tokenizer = tokenizer_with(TEMPLATE)
+    for prompt in ("1+1=", [{"role": "user", "content": "1+1="}]):
+        (pair,) = pairs_of(tmp_path, tokenizer, {"prompt": prompt, "response": "2"})
+        assert pair.prompt_ids.tolist() == prompt_of_a_run(tokenizer, "1+1=")
+        assert tokenizer.decode(pair.response_ids) == f"2{STOP}"
+
+
+def test_an_answer_that_its_template_does_not_end_gets_an_end(tmp_path: Path):
+    tokenizer = tokenizer_with(TEMPLATE)
+    only_eos = {"end_ids": frozenset({tokenizer.eos_token_id})}
+    row = {"prompt": "1+1=", "response": "2 "}
+    (pair,) = pairs_of(tmp_path, tokenizer, row, **only_eos)
+    assert tokenizer.decode(pair.response_ids) == f"2 {STOP}<eos>"
+    found = read_pairs(tmp_path / "rows.jsonl", tokenizer, rules(tokenizer, **only_eos))
+    (note,) = found.notes
+    assert "1 of 1 examples have answers that the chat template does not end" in note
+    assert f"{STOP!r} is behind the answer, <eos> is added" in note
+    tokenizer.chat_template = TEMPLATE.replace(f"{STOP}\n", "")
+    (pair,) = pairs_of(tmp_path, tokenizer, row)
+    assert tokenizer.decode(pair.response_ids) == "2 <eos>"
+
+
+@pytest.mark.parametrize(
+    ("template", "row", "words"),
+    [
+        (None, {"prompt": [CHAT[1]], "response": "2"}, "need chat_template: true"),
+        (TEMPLATE, {"messages": "1+1=2"}, "must be a list of messages, got a text"),
+        (TEMPLATE, {"messages": CHAT[:2]}, "no assistant's message behind a user's"),
+        (TEMPLATE, {"messages": [CHAT[2], CHAT[1]]}, "no assistant's message behind a user's"),
+        (TEMPLATE, {"messages": [CHAT[1], CHAT[2], CHAT[2]]}, "message 2, an answer, is followed"),
+        (
+            TEMPLATE.replace("assistant\n{%", "assistant\n<think>\n{%"),
+            {"messages": CHAT[1:3]},
+            r"begins an answer with '.*<think>\\n' and writes this one with '.*<think>hm",
+        ),
+        (
+            TEMPLATE.replace("{{ m.content }}", "{{ m.content.split('</think>')[-1] }}"),
+            {"messages": CHAT[1:3]},
+            "does not write the answer '<think>hm</think>2' as it is",
+        ),
+        (TEMPLATE, {"prompt": f"{TURN}assistant", "response": "2"}, "which the chat template wri"),
+    ],
+)
+def test_what_cannot_be_learnt_as_it_is_sampled_is_refused(
+    tmp_path: Path, template: str | None, row: dict[str, Any], words: str
+):
+    with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{words}"):
+        pairs_of(tmp_path, tokenizer_with(template), row)
