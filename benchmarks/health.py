@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from megatron_opd.cli.preflight import read_model
-from megatron_opd.cli.tokenizer_files import end_tokens, load_tokenizer
+from megatron_opd.cli.preflight import ends_of, read_model
+from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.config.load import load_config
 from megatron_opd.config.metrics import MetricsConfig
 from megatron_opd.config.schema import Config
@@ -77,7 +77,7 @@ async def _measured(config: Config, processes: dict[str, ServerProcess]) -> dict
     facts = read_model(Path(config.student.model), "student.model")
     tokenizer = load_tokenizer(Path(config.student.model), "student.model")
     prompts = load_prompts(config.data.train[0].path, tokenizer, RULES).prompts
-    ends = end_tokens("student.model", facts.raw, facts.vocab_size, tokenizer)
+    ends = frozenset(ends_of(config, "student.model", facts, tokenizer).ids)
     urls = {role: process.spec.url for role, process in processes.items()}
     async with (
         Fleet([ServerClient(urls["student"], timeout_s=120)]) as student,

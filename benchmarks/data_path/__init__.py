@@ -102,7 +102,7 @@ async def measure_steps(
         Fleet([ServerClient(teacher, timeout_s=TIMEOUT_S)]) as teachers,
     ):
         vocab_size = students.infos[0].vocab_size
-        generator = make_generator(config, students, vocab_size, "bench")
+        generator = make_generator(config, students, vocab_size, "bench", ())
         scorer = make_scorer(config, {"teacher": teachers}, vocab_size, "bench", None)
         prompt = next(prompts(case))
         rollout = await generator.generate(prompt)
@@ -146,7 +146,7 @@ async def measure_whole(case: Case, student: str, teacher: str, times: int) -> f
             vocab_size = students.infos[0].vocab_size
             ports = Ports(
                 prompts=prompts(case),
-                rollout=make_generator(config, students, vocab_size, "bench"),
+                rollout=make_generator(config, students, vocab_size, "bench", ()),
                 teacher=make_scorer(config, {"teacher": teachers}, vocab_size, "bench", None),
                 learner=FramingLearner(config),
                 weight_sync=NoWeights(),

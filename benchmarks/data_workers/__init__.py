@@ -102,7 +102,7 @@ async def run(
         learner = head.learner(config, pool)
         ports = Ports(
             prompts=prompts(case),
-            rollout=make_generator(config, students, vocab_size, "bench", sample),
+            rollout=make_generator(config, students, vocab_size, "bench", (), sample),
             teacher=scorer,
             learner=learner,
             weight_sync=NoWeights(),

@@ -160,7 +160,7 @@ async def run(config: Config, size: Size, pool: WorkerPool, learner: HeadLearner
     ports = Ports(
         prompts=prompts(CASE),
         rollout=make_generator(
-            config, students, VOCAB_SIZE, "bench", sampled_by_workers(pool, students)
+            config, students, VOCAB_SIZE, "bench", (), sampled_by_workers(pool, students)
         ),
         teacher=make_scorer(
             config,

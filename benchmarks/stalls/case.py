@@ -203,7 +203,7 @@ def ports_of(
         elsewhere = scored_by_workers(pool, {"teacher": vocab_size})
     return Ports(
         prompts=prompts(SAMPLES),
-        rollout=make_generator(config, students, vocab_size, "bench", sample),
+        rollout=make_generator(config, students, vocab_size, "bench", (), sample),
         teacher=make_scorer(config, {"teacher": teachers}, vocab_size, "bench", None, elsewhere),
         learner=learner,
         weight_sync=Weights(students),

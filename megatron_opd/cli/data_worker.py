@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 
 from megatron_opd.cli.errors import RunFailed, UserError
-from megatron_opd.cli.preflight import read_model
 from megatron_opd.cli.prepare import checked, make_judge
-from megatron_opd.cli.tokenizer_files import end_tokens, load_tokenizer
+from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.cli.verifiers import judging
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
@@ -61,11 +60,8 @@ def main() -> int:
 
 def judge_of(config: Config) -> Judge | None:
     """Make the judge of a run as its controller does. UserError."""
-    section = config.student
-    model = read_model(section.model, "student.model")
-    tokenizer = load_tokenizer(section.model, "student.model")
-    ends = end_tokens("student.model", model.raw, model.vocab_size, tokenizer)
-    return checked(lambda: make_judge(config, tokenizer, ends))
+    tokenizer = load_tokenizer(config.student.model, "student.model")
+    return checked(lambda: make_judge(config, tokenizer))
 
 
 async def _run(worker: tuple[str, int, str, RankKeys], judge: Judge | None, draws: int) -> None:

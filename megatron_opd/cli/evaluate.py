@@ -16,12 +16,13 @@ from megatron_opd.cli.evaluations import evaluated_sets
 from megatron_opd.cli.joining import all_of
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.placing import gpus_of_server
-from megatron_opd.cli.preflight import read_model
+from megatron_opd.cli.preflight import ends_of, read_model
 from megatron_opd.cli.prepare import make_verifiers, prepare
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.rendering import template_of_run
 from megatron_opd.cli.roles import STUDENT
 from megatron_opd.cli.servers import make_spec
+from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.cli.verifiers import judging
 from megatron_opd.cli.weights import check_weights
 from megatron_opd.cli.wiring import make_fleet
@@ -78,20 +79,26 @@ def evaluate_checkpoint(config: Config, model: Path) -> dict[str, EvaluationRepo
 
 def ask(questions: Questions, model: Path, found: Found) -> None:
     """Serve the Hugging Face checkpoint `model` and evaluate it on every set. RunFailed."""
-    config = questions.config
+    config, key = questions.config, f"{model}"
+    facts = read_model(model, key)
+    end_ids = ends_of(config, key, facts, load_tokenizer(model, key)).ids
     gpus = gpus_of_server(config, STUDENT, 0)
     with tempfile.TemporaryDirectory(prefix="opd-eval-") as scratch:
         spec = make_spec(config, STUDENT, free_port(config.student.host), 0, model, gpus)
         key = role_key(config.student.model_copy(update={"urls": ()}), STUDENT)
         server = ServerProcess(spec, Path(scratch) / "server.log", key)
         try:
-            asyncio.run(_ask(questions, server, key, found))
+            asyncio.run(_ask(questions, server, key, end_ids, found))
         finally:
             server.stop()
 
 
 async def _ask(
-    questions: Questions, server: ServerProcess, api_key: str | None, found: Found
+    questions: Questions,
+    server: ServerProcess,
+    api_key: str | None,
+    end_ids: tuple[int, ...],
+    found: Found,
 ) -> None:
     config, processes = questions.config, Processes([server], None)
     ends = Ends(processes.watched)
@@ -101,7 +108,7 @@ async def _ask(
         processes.start()
         await all_of(processes.parts(config.student.startup_timeout_s), say=lambda _: None)
         await fleet.start()
-        port = FleetPort(fleet, config.rollout.attempts)
+        port = FleetPort(fleet, config.rollout.attempts, end_ids)
         # workers of their own for each checkpoint: they belong to one event loop
         judge = replace(questions.judge, verifiers=make_verifiers(config))
         async with judging(judge):

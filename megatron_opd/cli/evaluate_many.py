@@ -108,10 +108,11 @@ def asked(questions: Questions) -> dict[str, Any]:
         for name, settings in config.heldout.items()
     }
     data = config.data.model_dump(mode="json", include=set(READ_AS))
-    stop = list(config.rollout.stop)
+    rollout = config.rollout
+    ends = {"stop": list(rollout.stop), "stop_token_ids": list(rollout.stop_token_ids)}
     template = questions.template.as_json()
     read = {"clock": template["clock"], "template": template["source"]}
-    task = {"task": config.data.task, "seed": config.run.seed, "stop": stop}
+    task = {"task": config.data.task, "seed": config.run.seed} | ends
     return {"sets": sets} | task | data | read
 
 

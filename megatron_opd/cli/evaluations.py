@@ -66,14 +66,14 @@ class RunEvaluations:
         fleets: Mapping[Role, Fleet],
         say: Callable[[str], None],
     ) -> None:
-        self._config, self._fleets = config, fleets
+        self._config, self._fleets, self._ends = config, fleets, prepared.ends
         self._recorder: RunRecorder | None = None
         self._controller: Controller | None = None
         self._unwritten: list[Mapping[str, Any]] = []
         self._sets = evaluated_sets(config, prepared)
         self._before, self._after = Progress(), False
         run = Surroundings(
-            port=lambda: self._port(fleets[STUDENT]),
+            port=lambda: self._port(STUDENT),
             updates=lambda: self._accounted(),
             elapsed_s=self._elapsed_s,
             record=self._record,
@@ -87,7 +87,7 @@ class RunEvaluations:
 
     async def before(self, teachers: Mapping[str, Role]) -> list[str]:
         """Evaluate student and teachers, {name: role}; return the lines for the user."""
-        ports = {name: self._port(self._fleets[role]) for name, role in teachers.items()}
+        ports = {name: self._port(role) for name, role in teachers.items()}
         lines = await self.run.before(ports)
         self._before = self.run.progress()
         return lines
@@ -153,8 +153,9 @@ class RunEvaluations:
         else:
             self._recorder.evaluated(row)
 
-    def _port(self, fleet: Fleet) -> CompletionPort:
-        return FleetPort(fleet, self._config.rollout.attempts)
+    def _port(self, role: Role) -> CompletionPort:
+        attempts = self._config.rollout.attempts
+        return FleetPort(self._fleets[role], attempts, self._ends[role].ids)
 
 
 def rows_of(progress: Progress) -> str:

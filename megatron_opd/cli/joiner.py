@@ -84,7 +84,9 @@ async def _sample(config: Config, prepared: Prepared, client: ServerClient) -> N
     rollout = config.rollout.model_copy(update={"max_new_tokens": 1})
     short = config.model_copy(update={"rollout": rollout})
     name = f"join-{uuid.uuid4().hex[:8]}"
-    generator = make_generator(short, client, prepared.student.vocab_size, name)
+    generator = make_generator(
+        short, client, prepared.student.vocab_size, name, prepared.ending.token_ids
+    )
     try:
         await generator.generate(Prompt(0, "", np.zeros(2, np.int32)))
     except SampleRejected as error:

@@ -46,6 +46,7 @@ from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.health import HealthGuard
+from megatron_opd.data.end_tokens import EndTokens
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.launch.parts import LEARNER
 from megatron_opd.mismatch import FREE, GATED, REPLAYED, Measured, measure
@@ -66,9 +67,10 @@ VERSION = 0  # of the weights that are compared
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """Holds the checked input. notes: for the terminal."""
+    """Holds the checked input. ends: of the student. notes: for the terminal."""
 
     student: ModelFacts
+    ends: EndTokens
     prompts: tuple[Prompt, ...]
     notes: tuple[str, ...]
 
@@ -85,7 +87,8 @@ def prepare(config: Config, num_prompts: int) -> Prepared:
     there = sum(len(each.prompts) for each in read)
     if num_prompts > there:
         notes.append(f"data.train has {there} prompts: some of the {num_prompts} are repeated")
-    return Prepared(models.student, tuple(islice(source, num_prompts)), tuple(notes))
+    prompts, ends = tuple(islice(source, num_prompts)), models.ends[STUDENT]
+    return Prepared(models.student, ends, prompts, tuple(notes))
 
 
 def with_recorded_routing(config: Config, spec: ModelSpec) -> Config:
@@ -228,6 +231,7 @@ class MismatchRun:
             config.estimator.support,
             self.prepared.student.vocab_size,
             f"mismatch-{uuid.uuid4().hex[:8]}",
+            stop_token_ids=self.prepared.ends.ids,
             routed_experts=config.learner.replays_experts,
             routed_gates=config.learner.replays_gates,
             seed=config.run.seed,

@@ -20,6 +20,7 @@ from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.wording import shown
+from megatron_opd.data.end_tokens import EndTokens, read_end_tokens
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.models.families import FAMILIES, MIXTRAL
 from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
@@ -84,6 +85,7 @@ def read_model(path: Path, key: str) -> ModelFacts:
 class CheckedModels:
     """Holds every role's model, the student's first, and the tokenizer that they share.
 
+    ends: what ends a response of each, of those whose tokenizer is here.
     tokenizer: None, and absent: a line for each, where `opd check` plans with what is not here.
     template: what the tokenizer renders chats with.
     """
@@ -91,6 +93,7 @@ class CheckedModels:
     models: dict[Role, ModelFacts]
     tokenizer: PreTrainedTokenizerBase | None
     absent: tuple[str, ...]
+    ends: Mapping[Role, EndTokens]
     template: RunTemplate = field(default_factory=RunTemplate)
 
     @property
@@ -118,18 +121,48 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
         if role not in absent:
             check_weights(facts.path, f"{role}.model", facts.spec)
     tokenizer = None
+    ends: dict[Role, EndTokens] = {}
     if STUDENT not in absent or has_tokenizer(student.path):
         tokenizer = load_tokenizer(student.path, "student.model")
+        ends[STUDENT] = ends_of(config, "student.model", student, tokenizer)
         for role, facts in models.items():
             if role != STUDENT and (role not in absent or has_tokenizer(facts.path)):
-                check_tokenizer(facts.path, f"{role}.model", tokenizer, config.scoring.guard)
+                guard = config.scoring.guard
+                theirs = check_tokenizer(facts.path, f"{role}.model", tokenizer, guard)
                 check_padding(f"{role}.model", facts.vocab_size, student.vocab_size, tokenizer)
+                ends[role] = ends_of(config, f"{role}.model", facts, theirs)
     check_support(config, student)
     check_context(config, models)
     check_sharding(config, models)
     check_memory(config, models)
     lines = (f"{role}.model {models[role].path}: {what} not here" for role, what in absent.items())
-    return CheckedModels(models, tokenizer, tuple(lines))
+    return CheckedModels(models, tokenizer, tuple(lines), ends)
+
+
+def ends_of(
+    config: Config, key: str, facts: ModelFacts, tokenizer: PreTrainedTokenizerBase
+) -> EndTokens:
+    """Return what ends a response of a model in this run; `key` names it. Raises UserError."""
+    asked = config.rollout.stop_token_ids
+    beyond = next((each for each in asked if each >= facts.vocab_size), None)
+    if beyond is not None:
+        raise UserError(
+            f"rollout.stop_token_ids must be ids below {key}'s vocab_size {facts.vocab_size}, "
+            f"got {beyond}"
+        )
+    loaded: Any = tokenizer
+    try:
+        return read_end_tokens(
+            facts.path,
+            facts.raw,
+            facts.vocab_size,
+            loaded.eos_token_id,
+            loaded.get_added_vocab(),
+            facts.spec.family.end_token,
+            asked,
+        )
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from None
 
 
 def check_servable(key: str, spec: ModelSpec) -> None:

@@ -18,9 +18,8 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.notes import notes, sampler_gaps
 from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, prompt_limit
 from megatron_opd.cli.rendering import rendering_notes, rendering_of, with_template
-from megatron_opd.cli.roles import Role, teacher_roles
+from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.sinks import check_sinks
-from megatron_opd.cli.tokenizer_files import end_tokens
 from megatron_opd.cli.train_data import (
     check_enough,
     chosen_source,
@@ -33,10 +32,12 @@ from megatron_opd.config.evaluation import ONLY_SET
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.data.curriculum import CurriculumSource
+from megatron_opd.data.end_tokens import Ending, EndTokens
 from megatron_opd.data.files import is_source
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.prompts import PromptRules, PromptSet, load_prompts
 from megatron_opd.data.records import Columns
+from megatron_opd.data.response_text import ResponseText
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.data.template import RunTemplate
@@ -67,15 +68,14 @@ class Inputs:
 
     train: of every file, in order; empty where one is not here (`opd check` of a plan). heldout: by
     name, without those that are not here or not needed. judge: None when the task has no verifier
-    or the tokenizer is not here. end_ids: those that end a response; empty without a tokenizer.
-    absent: what was not here to be checked. notes: what the user should know.
+    or the tokenizer is not here. absent: what was not here to be checked. notes: what the user
+    should know.
     """
 
     checked: CheckedModels
     train: tuple[PromptSet, ...]
     heldout: Mapping[str, PromptSet]
     judge: Judge | None
-    end_ids: frozenset[int]
     absent: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -87,9 +87,10 @@ class Prepared:
     vocab_sizes: ids of every role's model; a teacher may have more than the student. heldout:
     evaluation problems by set, empty when there is no evaluation. judge: None when the task has no
     verifier. decode: turns token ids into text. probes: training prompts by teacher, to look at its
-    scores before the run. end_ids: those that end a response of the student.
-    template: what chats are rendered with. prompts_skipped: rows of the training files that cannot
-    be used, by cause. notes: for the terminal.
+    scores before the run. ends: the ids that end a response of every role's model. ending: what
+    ends a response of the run, besides its row's own strings. template: what chats are rendered
+    with. prompts_skipped: rows of the training files that cannot be used, by cause. notes: for the
+    terminal.
     """
 
     student: ModelFacts
@@ -100,7 +101,8 @@ class Prepared:
     judge: Judge | None
     decode: Decode
     probes: Mapping[str, tuple[Prompt, ...]]
-    end_ids: frozenset[int] = frozenset()
+    ends: Mapping[Role, EndTokens]
+    ending: Ending
     template: RunTemplate = field(default_factory=RunTemplate)
     notes: tuple[str, ...] = ()
 
@@ -151,12 +153,7 @@ def read_inputs(
             absent.append(f"data.{key} {each.file}: not here")
         else:
             heldout[name] = read_prompts(config, key, each.file, models, first_rows)
-    judge, ends = None, frozenset[int]()
-    if models.tokenizer is not None:
-        ends = end_tokens(
-            "student.model", models.student.raw, models.student.vocab_size, models.tokenizer
-        )
-        judge = make_judge(config, models.tokenizer, ends)
+    judge = None if models.tokenizer is None else make_judge(config, models.tokenizer)
     every = (*train, *heldout.values())
     skipped = [line for each in every if (line := each.skipped_line) is not None]
     said = (
@@ -174,7 +171,7 @@ def read_inputs(
             for line in seen_problems(train, key_of_set(config, name), each)
         ),
     )
-    return Inputs(models, train, heldout, judge, ends, tuple(absent), said)
+    return Inputs(models, train, heldout, judge, tuple(absent), said)
 
 
 def model_notes(models: CheckedModels) -> list[str]:
@@ -258,22 +255,22 @@ def prompt_rules(config: Config, models: CheckedModels, *, heldout: bool) -> Pro
     )
 
 
-def make_judge(
-    config: Config, tokenizer: PreTrainedTokenizerBase, ends: frozenset[int]
-) -> Judge | None:
-    """Make the judge of token ids; None without a verifier. ends: ids that end a response.
+def make_judge(config: Config, tokenizer: PreTrainedTokenizerBase) -> Judge | None:
+    """Make the judge of token ids; None without a verifier.
 
     Its verifiers are to be entered before it is asked.
     """
     task, by_row = config.data.task, config.data.task_key is not None
     if not by_row and get_task(task).verify is None:
         return None
-    return Judge(
-        make_verifiers(config),
-        task,
-        decode=lambda ids: str(tokenizer.decode(list(ids))),
-        end_token_ids=ends,
-    )
+    added = tokenizer.added_tokens_decoder.items()
+    special = {i: str(token) for i, token in added if token.special}
+    return Judge(make_verifiers(config), task, ResponseText(make_decode(tokenizer), special))
+
+
+def ending_of(config: Config, models: CheckedModels) -> Ending:
+    """Return what ends a response of the run, besides its row's own strings."""
+    return Ending(models.ends[STUDENT].ids, config.rollout.stop)
 
 
 def make_verifiers(config: Config) -> TaskVerifiers:
@@ -323,7 +320,8 @@ def prepare(
         judge=inputs.judge,
         decode=make_decode(tokenizer),
         probes={name: probes_of(every, name) for name in teacher_roles(config)},
-        end_ids=inputs.end_ids,
+        ends=inputs.checked.ends,
+        ending=ending_of(config, inputs.checked),
         template=inputs.checked.template,
         notes=inputs.notes,
     )

@@ -275,7 +275,7 @@ class _World:
             found.append(
                 SimulatedSite(
                     name,
-                    make_generator(config, fleets[STUDENT], VOCABULARY, RUN_ID),
+                    make_generator(config, fleets[STUDENT], VOCABULARY, RUN_ID, end_ids=()),
                     self._scorer(fleets) if member.scores else None,
                     sync,
                     slots_by_site(config)[name],
@@ -327,7 +327,7 @@ class _World:
                 student = self.fleets[STUDENT]
                 sync = self._weight_sync(student, learner, costs.sync, host, **settings)
                 await sync.open()
-                generator = make_generator(config, student, VOCABULARY, RUN_ID)
+                generator = make_generator(config, student, VOCABULARY, RUN_ID, end_ids=())
                 parts = {
                     "rollout": generator,
                     "teacher": self._scorer(self.fleets),

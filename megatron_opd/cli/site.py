@@ -33,7 +33,6 @@ from megatron_opd.cli.site_parts import SiteParts, make_parts, placement_of_site
 from megatron_opd.cli.startup import join_role, take_in
 from megatron_opd.cli.stopping import stopped_by_signals
 from megatron_opd.cli.supervisor import Supervisor
-from megatron_opd.cli.tokenizer_files import end_tokens
 from megatron_opd.cli.verifiers import check_isolation, judging
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
@@ -71,11 +70,8 @@ def run_site(config: Config, name: str, named: Path | None) -> int:
     check_isolation(own)
     models = check_models(own, teachers=site.scores)
     assert models.tokenizer is not None, "only a plan may lack it"
-    ends = end_tokens(
-        "student.model", models.student.raw, models.student.vocab_size, models.tokenizer
-    )
     tokenizer = models.tokenizer
-    judge = checked(lambda: make_judge(own, tokenizer, ends)) if site.scores else None
+    judge = checked(lambda: make_judge(own, tokenizer)) if site.scores else None
     run = SiteRun(own, name, models, judge, scores=site.scores)
     keys = run.wait_for_keys(named or keys_file(config.run.dir, name))
     directory = config.run.dir / DIRECTORY / name

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron_opd.cli.placing import in_turn
 from megatron_opd.cli.preflight import CheckedModels
-from megatron_opd.cli.prepare import checked
+from megatron_opd.cli.prepare import checked, ending_of
 from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.cli.wiring import make_generator, make_reward, make_scorer
 from megatron_opd.config.schema import Config
@@ -107,11 +107,12 @@ def make_parts(
     settings, delays = config.weight_sync, config.sites.weight_delays
     directory = settings.directory
     assert directory is not None, "the configuration requires it with sites"
-    generator = make_generator(config, student, vocab_size, run_id)
+    ending = ending_of(config, models)
+    generator = make_generator(config, student, vocab_size, run_id, ending.token_ids)
     rollouts = Rollouts(config.schedule.in_flight, student.stranded)
     scorer: TeacherScorer = _Unscored()
     if hello.scores:
-        scorer = make_scorer(config, fleets, vocab_size, run_id, make_reward(judge))
+        scorer = make_scorer(config, fleets, vocab_size, run_id, make_reward(judge, ending))
     part = MirrorPart(student, settings)
 
     async def send(message: ToLearner) -> None:

@@ -211,5 +211,5 @@ def _scorer(
     if all(site.scores for site in config.sites.members.values()):
         return None
     vocab_size, run_id = prepared.student.vocab_size, uuid.uuid4().hex[:8]
-    reward = make_reward(prepared.judge)
+    reward = make_reward(prepared.judge, prepared.ending)
     return make_scorer(config, fleets, vocab_size, run_id, reward)

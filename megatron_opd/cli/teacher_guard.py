@@ -31,6 +31,7 @@ async def check_teachers(
         temperature=config.scoring.temperature,
         max_new_tokens=min(TOKENS, config.rollout.max_new_tokens),
         backoff=Backoff(config.scoring.attempts),
+        end_ids=prepared.ending.token_ids,
     )
     lines: list[str] = []
     for name, role in teacher_roles(config).items():

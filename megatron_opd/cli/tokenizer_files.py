@@ -5,7 +5,6 @@ Transformers makes an empty tokenizer of a directory without one; here that is a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,28 +73,3 @@ def _checked(problem: str, kind: Any, path: Path) -> Any:
         if not is_failure(error):
             raise
         raise UserError(f"{problem}: {said(error)}") from None
-
-
-def end_tokens(
-    key: str, raw: Mapping[str, Any], vocab_size: int, tokenizer: PreTrainedTokenizerBase
-) -> frozenset[int]:
-    """Return the ids that end a response: the tokenizer's and those of config.json, `raw`.
-
-    Raises UserError for one that is not an id of the model, and when there is none.
-    """
-    named = raw.get("eos_token_id")
-    from_config: list[Any] = named if isinstance(named, list) else [named]
-    for origin, ids in (("config.json", from_config), ("tokenizer", [tokenizer.eos_token_id])):
-        for i in ids:
-            if i is not None and (type(i) is not int or not 0 <= i < vocab_size):
-                raise UserError(
-                    f"{key}: eos_token_id of its {origin} must be an id below vocab_size "
-                    f"{vocab_size}, got {shown(i, 80)}"
-                )
-    found = frozenset(i for i in [*from_config, tokenizer.eos_token_id] if i is not None)
-    if not found:
-        raise UserError(
-            f"{key}: neither its config.json nor its tokenizer names an end-of-sequence token: "
-            "every response would run to its limit"
-        )
-    return found

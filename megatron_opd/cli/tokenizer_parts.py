@@ -32,11 +32,14 @@ TABLES = ("vocab", "merges")
 NO_MATTER = ("special",)
 
 
-def check_tokenizer(path: Path, key: str, ours: PreTrainedTokenizerBase, guard: Guard) -> None:
-    """Reject a teacher whose ids are not the student's. key: the config key that named its `path`.
+def check_tokenizer(
+    path: Path, key: str, ours: PreTrainedTokenizerBase, guard: Guard
+) -> PreTrainedTokenizerBase:
+    """Reject a teacher whose ids are not the student's; return its tokenizer.
 
-    ours: the student's. guard: what becomes of tokenizers that have the same ids and cut text
-    differently. Raises UserError.
+    key: the config key that named its `path`. ours: the student's. guard: what becomes of
+    tokenizers that have the same ids and cut text differently. End tokens may differ: scoring needs
+    equal ids alone. Raises UserError.
     """
     theirs = load_tokenizer(path, key)
     if ours.get_vocab() != theirs.get_vocab():
@@ -46,18 +49,14 @@ def check_tokenizer(path: Path, key: str, ours: PreTrainedTokenizerBase, guard: 
             f"student.model and {key} must share one tokenizer; "
             f"{len(differing)} entries differ, first {differing[0]!r}"
         )
-    if ours.eos_token_id != theirs.eos_token_id:
-        raise UserError(
-            f"student.model and {key} must share the end-of-sequence token, got "
-            f"{ours.eos_token!r} and {theirs.eos_token!r}"
-        )
     other = difference(tokenizer_parts(ours), tokenizer_parts(theirs))
     if guard == "off" or other is None:
-        return
+        return theirs
     told = f"student.model and {key} must cut text into the same ids; {other}"
     if guard == "refuse":
         raise UserError(f"{told}; if that is intended, set scoring.guard to warn or off")
     logger.warning("%s", told)
+    return theirs
 
 
 def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> Parts:

@@ -40,6 +40,7 @@ from megatron_opd.controller.progress import make_display
 from megatron_opd.controller.schedule import Afar, Schedule
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data.curriculum import CurriculumSource
+from megatron_opd.data.end_tokens import Ending
 from megatron_opd.data.judge import Judge
 from megatron_opd.delays import batch_plan
 from megatron_opd.metrics.persist import restore_totals
@@ -147,7 +148,7 @@ def make_health_probe(
         {name: fleets[role] for name, role in teacher_roles(config).items()},
         config.metrics,
         (config.rollout.temperature, config.scoring.temperature),
-        prepared.end_ids,
+        frozenset(prepared.ending.token_ids),
         prepared.student.vocab_size,
         name=uuid.uuid4().hex[:8],
         seed=config.run.seed,
@@ -186,10 +187,13 @@ def make_guard(
     return RunGuard(health, learner, servers)
 
 
-def make_reward(judge: Judge | None, pool: WorkerPool | None = None) -> Reward | None:
+def make_reward(
+    judge: Judge | None, ending: Ending, pool: WorkerPool | None = None
+) -> Reward | None:
     """Turn the judge into what the scorer asks for the reward of a rollout.
 
-    pool: whose judges give the rewards of what data workers hold.
+    ending: what ends the run's responses. pool: whose judges give the rewards of what data workers
+    hold.
     """
     if judge is None:
         return None
@@ -197,7 +201,8 @@ def make_reward(judge: Judge | None, pool: WorkerPool | None = None) -> Reward |
     async def reward(rollout: AnyRollout) -> float | None:
         prompt = rollout.prompt
         if not isinstance(rollout, HeldRollout):
-            return await judge.reward(prompt, rollout.response_ids_T.tolist())
+            ids = rollout.response_ids_T.tolist()
+            return await judge.reward(prompt, ids, ending.beside(prompt.stop))
         assert pool is not None, "a data worker holds the rollout"
         if prompt.answer is None or not judge.rewards(prompt):
             return None
@@ -257,15 +262,17 @@ def make_generator(
     fleet: RolloutFleet,
     vocab_size: int,
     run_id: str,
+    end_ids: tuple[int, ...],
     sample: Sampler | None = None,
 ) -> RolloutGenerator:
-    """Make what samples rollouts from `fleet`."""
+    """Make what samples rollouts from `fleet`. end_ids: the ids that end a response."""
     return RolloutGenerator(
         fleet,
         config.rollout,
         config.estimator.support,
         vocab_size,
         run_id,
+        stop_token_ids=end_ids,
         routed_experts=config.learner.replays_experts,
         routed_gates=config.learner.replays_gates,
         seed=config.run.seed,
@@ -371,7 +378,7 @@ def _sampling_here(
     """Return what samples from the run's own fleets, and what scores there."""
     run_id = uuid.uuid4().hex[:8]
     vocab_size = prepared.student.vocab_size
-    reward = make_reward(prepared.judge, pool)
+    reward = make_reward(prepared.judge, prepared.ending, pool)
     sample = elsewhere = None
     if pool is not None:
         sizes = {name: prepared.vocab_sizes[role] for name, role in teacher_roles(config).items()}
@@ -380,6 +387,8 @@ def _sampling_here(
             scored_by_workers(pool, sizes),
         )
     return (
-        make_generator(config, fleets[STUDENT], vocab_size, run_id, sample),
+        make_generator(
+            config, fleets[STUDENT], vocab_size, run_id, prepared.ending.token_ids, sample
+        ),
         make_scorer(config, fleets, vocab_size, run_id, reward, elsewhere),
     )

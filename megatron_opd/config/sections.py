@@ -202,6 +202,11 @@ class RolloutConfig(Section):
     The response keeps the string: what is scored and learnt is exactly what was sampled, and its
     last token may spell more than the string. Costs the servers the decoding of the last tokens at
     every token."""
+    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    """Ids that end a response, besides those of the student's config.json, generation_config.json
+    and tokenizer: a base student that learns from an instruct teacher ends where the teacher does
+    with the teacher's. Exported checkpoints name them in generation_config.json. Each more is one
+    more token that cuts an answer short where the student uses it for something else."""
     concurrency: Concurrency = 64
     """Largest number of rollouts in flight over all student servers; the staleness permits
     (schedule.max_staleness) limit it too. Raising it increases throughput until the servers' queues

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, cast
 
 from megatron_opd.config.evaluation import reported_ks
+from megatron_opd.data.end_tokens import Ending
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.seeds import EVALUATION, derived_seed
 from megatron_opd.evaluation.estimates import over_problems, pass_at_k
@@ -43,6 +44,11 @@ class Completion:
 class CompletionPort(Protocol):
     """Samples from the model under evaluation."""
 
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Returns the ids that end a completion."""
+        ...
+
     async def complete(
         self,
         prompt_ids: Sequence[int],
@@ -64,11 +70,16 @@ class FleetPort:
     """Completes prompts on SGLang servers, with request ids of its own and without draws.
 
     Where a fleet has servers for evaluations, these complete them. attempts: tries of a completion
-    while servers do not answer.
+    while servers do not answer. end_ids: the ids that end a completion.
     """
 
-    def __init__(self, fleet: Fleet, attempts: int) -> None:
-        self._fleet, self._backoff = fleet, Backoff(attempts)
+    def __init__(self, fleet: Fleet, attempts: int, end_ids: tuple[int, ...]) -> None:
+        self._fleet, self._backoff, self._end_ids = fleet, Backoff(attempts), end_ids
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Returns the ids that end a completion."""
+        return self._end_ids
 
     async def complete(
         self,
@@ -87,6 +98,7 @@ class FleetPort:
                 input_ids=list(prompt_ids),
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
+                stop_token_ids=self._end_ids,
                 stop=stop,
                 seed=seed,
             )
@@ -224,20 +236,21 @@ async def _complete(
     plan: EvaluationPlan,
     seed: int,
 ) -> _Outcome:
+    ending = Ending(port.end_ids, plan.stop).beside(prompt.stop)
     completion = await port.complete(
         prompt.token_ids_P.tolist(),
         max_new_tokens=plan.max_new_tokens,
         temperature=plan.temperature,
-        stop=tuple(dict.fromkeys((*plan.stop, *prompt.stop))),
+        stop=ending.strings,
         seed=seed,
     )
     ids = completion.ids
     reward, failure = 0.0, None
     try:
-        reward = await judge.reward(prompt, ids) or 0.0
+        reward = await judge.reward(prompt, ids, ending) or 0.0
     except VerifierFailed as failed:
         failure = failed.reason
-    end = judge.end(ids)
+    end = ending.index(ids)
     return _Outcome(
         problem=problem,
         reward=reward,

@@ -53,6 +53,7 @@ class Family:
     keys are normalised per head. qkv_bias: they and the values have a bias. moe: it has experts.
     expert_ffn_key: config.json's key of their size. sums_topk_to_one: the router always scales the
     chosen experts' weights to a sum of one, which other families' norm_topk_prob tells.
+    end_token: what transformers takes for a config.json without eos_token_id.
     """
 
     name: str
@@ -63,6 +64,7 @@ class Family:
     moe: bool = False
     expert_ffn_key: str = "moe_intermediate_size"
     sums_topk_to_one: bool = False
+    end_token: int | None = None
     top: tuple[Row, ...] = _TOP
 
 
@@ -132,7 +134,7 @@ def _experts(router: str, expert: str, gate: str, up: str, down: str) -> tuple[R
 _QWEN_MOE = _experts("mlp.gate", "mlp.experts.{e}", "gate_proj", "up_proj", "down_proj")
 _MIXTRAL_MOE = _experts("block_sparse_moe.gate", "block_sparse_moe.experts.{e}", "w1", "w3", "w2")
 
-LLAMA = Family("llama", "LlamaForCausalLM", (*_ATTENTION, _POST_NORM, *_DENSE_MLP))
+LLAMA = Family("llama", "LlamaForCausalLM", (*_ATTENTION, _POST_NORM, *_DENSE_MLP), end_token=2)
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
@@ -140,6 +142,7 @@ MIXTRAL = Family(
     moe=True,
     expert_ffn_key="intermediate_size",
     sums_topk_to_one=True,
+    end_token=2,
 )
 QWEN2 = Family(
     "qwen2",

@@ -43,7 +43,7 @@ class RolloutGenerator:
             is filled at scoring time; until then the cache holds the path alone.
         vocab_size: ids the student can sample.
         run_id: makes request names unique on servers that outlive a run.
-        stop_token_ids: end a response besides the model's own end-of-sequence ids.
+        stop_token_ids: the ids that end a response; a server may know only some of them itself.
         routed_experts: whether rollouts bring theirs. routed_gates: and their weights.
         sample: asks the servers in place of the fleet, for arrays that are kept elsewhere.
         seed: the run's; prompt i is sampled by it and i alone, unless rollout.seeded is false.

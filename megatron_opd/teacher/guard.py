@@ -93,11 +93,12 @@ async def probe(
     vocab_size: int,
     name: str,
     backoff: Backoff,
+    end_ids: tuple[int, ...] = (),
 ) -> Probe:
     """Let `server` answer `prompts` and score its answers. Raises subclasses of BridgeError.
 
     temperature: of the scores, and so of the sampling. name: makes request names unique. backoff:
-    how often each request is tried.
+    how often each request is tried. end_ids: the ids that end a response of the run.
     """
 
     async def one(index: int, prompt: Prompt) -> tuple[FloatArray, FloatArray, FloatArray]:
@@ -111,6 +112,7 @@ async def probe(
                 max_new_tokens=max_new_tokens,
                 temperature=temperature,
                 num_atoms=min(ATOMS, vocab_size),
+                stop_token_ids=end_ids,
                 exact=True,
             )
             return server.generate(request)

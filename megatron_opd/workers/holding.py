@@ -11,6 +11,7 @@ import numpy as np
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.controller.snapshot import place
 from megatron_opd.controller.snapshot_codec import encode_member
+from megatron_opd.data.end_tokens import Ending
 from megatron_opd.data.judge import Judge as AnswerJudge
 from megatron_opd.rollout.generator import as_rollout
 from megatron_opd.teacher.requests import asked_of
@@ -47,6 +48,8 @@ class Holding:
     def __init__(self, clients: Clients, judge: AnswerJudge | None, draws: int) -> None:
         self._clients, self._judge, self._draws = clients, judge, draws
         self._held: dict[str, Rollout | Sample] = {}
+        self._endings: dict[str, Ending] = {}
+        """What ended the responses that are held, as their requests asked for it."""
         self._asked: set[str] = set()
         """Names of responses that are on their way."""
 
@@ -70,6 +73,7 @@ class Holding:
         prompt = Prompt(uid=0, text="", token_ids_P=input_ids)
         rollout = as_rollout(prompt, request, reply)
         self._held[request.rid] = rollout
+        self._endings[request.rid] = Ending(request.stop_token_ids, request.stop)
         return Generated(
             order.call,
             tokens=rollout.num_response_tokens,
@@ -86,7 +90,8 @@ class Holding:
         if self._judge is None:
             return Judged(order.call, None)
         asked = replace(rollout.prompt, task=order.task, answer=order.answer)
-        reward = await self._judge.reward(asked, rollout.response_ids_T.tolist())
+        ids, ending = rollout.response_ids_T.tolist(), self._endings[order.key]
+        reward = await self._judge.reward(asked, ids, ending)
         return Judged(order.call, reward)
 
     async def score(self, order: Score) -> Scored:
@@ -121,6 +126,7 @@ class Holding:
     def release(self, key: str) -> None:
         """Let go of what is held under `key`, if anything is."""
         self._held.pop(key, None)
+        self._endings.pop(key, None)
 
     def _found(self, key: str) -> Rollout | Sample:
         try:

@@ -25,6 +25,7 @@ REQUEST = RolloutRequest(
     num_atoms=2,
     num_draws=4,
     record=True,
+    stop_token_ids=(1, 7),
     stop=("\n",),
     seed=11,
 )

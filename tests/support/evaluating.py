@@ -10,6 +10,7 @@ import numpy as np
 from megatron_opd.config.evaluation import EvaluationConfig
 from megatron_opd.config.verifier import VerifierConfig
 from megatron_opd.data.judge import Judge
+from megatron_opd.data.response_text import ResponseText
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.evaluation.evaluations import Evaluations
@@ -23,7 +24,7 @@ RIGHT, WRONG = "#1<eos>", "#2<eos>"
 
 def make_judge() -> Judge:
     verifiers = TaskVerifiers(("arithmetic",), VerifierConfig())
-    return Judge(verifiers, "arithmetic", TOKENIZER.decode, end_token_ids={1})
+    return Judge(verifiers, "arithmetic", ResponseText(TOKENIZER.decode))
 
 
 def some_set(first_id: int, problems: int = 4, samples: int = 1) -> EvaluatedSet:
@@ -55,6 +56,7 @@ class World:
     most_in_flight: int = 0
     stop: Callable[[], None] = lambda: None
     trained_s: float = 0.0
+    end_ids: tuple[int, ...] = (1,)
 
     async def complete(
         self,

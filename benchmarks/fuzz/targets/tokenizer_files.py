@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -11,7 +12,8 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_json
 from benchmarks.fuzz.places import example_json, student_with
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.tokenizer_files import end_tokens, load_tokenizer
+from megatron_opd.cli.tokenizer_files import load_tokenizer
+from megatron_opd.data.end_tokens import read_end_tokens
 from megatron_opd.data.render import Rendering, render_prompts
 
 VOCAB_SIZE = 128
@@ -25,11 +27,19 @@ def corpus(name: str) -> list[Any]:
     return [example_json(name)]
 
 
+def _ends(path: Path, tokenizer: Any) -> tuple[int, ...]:
+    raw, eos, added = {"eos_token_id": 1}, tokenizer.eos_token_id, tokenizer.get_added_vocab()
+    try:
+        return read_end_tokens(path, raw, VOCAB_SIZE, eos, added).ids
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
 def call(given: tuple[str, bytes]) -> Any:
     """Load the tokenizer and encode two prompts."""
     path = student_with(*given)
     tokenizer = load_tokenizer(path, "student.model")
-    ends = end_tokens("student.model", {"eos_token_id": 1}, VOCAB_SIZE, tokenizer)
+    ends = _ends(path, tokenizer)
     try:
         return ends, render_prompts(["12+34=\n", "é"], tokenizer, Rendering())
     except ValueError as error:

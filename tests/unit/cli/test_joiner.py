@@ -11,6 +11,7 @@ import pytest
 from megatron_opd.cli import joiner
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.joiner import check_joiner, require_tensors
+from megatron_opd.data.end_tokens import Ending
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.weight_sync.holdings import server_holdings
 from sglang_bridge.errors import BadReply, RequestAborted
@@ -68,7 +69,8 @@ def check(
 ) -> None:
     student, teacher = {"model": str(models["moe"])}, {"model": str(models["dense"])}
     config = minimal(student=student, teacher=teacher, scoring={"guard": "off"}, **sections)
-    prepared: Any = SimpleNamespace(student=SimpleNamespace(vocab_size=512), vocab_sizes={})
+    student = SimpleNamespace(vocab_size=512)
+    prepared: Any = SimpleNamespace(student=student, vocab_sizes={}, ending=Ending((1,)))
     fleet: Any = SimpleNamespace(clients=tuple(there or ()))
     client: Any = server
     asyncio.run(check_joiner(config, prepared, role, fleet, client, info))

@@ -109,6 +109,7 @@ def test_accuracies_of_several_teachers(tmp_path: Path, config: dict, models: Pa
     config["data"]["heldout"] = config["data"]["train"]
     config["evaluation"] = {"problems": 1}
     prepared = prepare(Config.model_validate(config))
+    prepared = replace(prepared, ends=dict(prepared.ends, math=prepared.ends["teacher"]))
 
     def summary(names: list[str]) -> dict:
         fleets: Any = {name: SimpleNamespace(name=name) for name in ["student", *names]}

@@ -14,7 +14,9 @@ from megatron_opd.cli.prepare import prepare
 from megatron_opd.cli.verifiers import check_isolation, judging, row_tasks
 from megatron_opd.config.schema import Config
 from megatron_opd.config.verifier import VerifierConfig
+from megatron_opd.data.end_tokens import Ending
 from megatron_opd.data.judge import Judge
+from megatron_opd.data.response_text import ResponseText
 from megatron_opd.data.verifying import TaskVerifiers
 from tests.support.cli_cases import call, refused
 from tests.support.fakes import make_prompt
@@ -40,7 +42,7 @@ def test_a_machine_that_denies_isolation_is_refused_in_one_line(monkeypatch):
 
 
 def judge(task: str) -> Judge:
-    return Judge(TaskVerifiers((task,), VerifierConfig(workers=1)), task, str, ())
+    return Judge(TaskVerifiers((task,), VerifierConfig(workers=1)), task, ResponseText(str))
 
 
 def test_workers_live_as_long_as_they_are_needed():
@@ -109,13 +111,15 @@ def test_code_may_be_named_where_it_is_enabled(tmp_path: Path, config: dict):
 def test_each_row_is_judged_by_the_verifier_it_names(tmp_path: Path, config: dict):
     made = prepare(Config.model_validate(with_rows(tmp_path, config, {"by": "math"}))).judge
     assert made is not None
-    judge, ids = replace(made, decode=lambda ids: "B"), [5]
+    judge, ids, ending = replace(made, text=ResponseText(lambda ids: "B")), [5], Ending()
     answers = {"exact": "B", "multiple_choice": "C", "math": "B", "none": "B"}
 
     async def scenario():
         async with judging(judge):
             return {
-                name: await judge.reward(replace(make_prompt(0), answer=answer, task=name), ids)
+                name: await judge.reward(
+                    replace(make_prompt(0), answer=answer, task=name), ids, ending
+                )
                 for name, answer in answers.items()
             }
 

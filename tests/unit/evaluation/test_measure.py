@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_opd.config.verifier import VerifierConfig
 from megatron_opd.data.judge import Judge
+from megatron_opd.data.response_text import ResponseText
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.evaluation.measure import (
@@ -29,7 +30,7 @@ from sglang_bridge.fleet import Fleet
 
 TOKENIZER = build_tokenizer()
 VERIFIERS = TaskVerifiers(("arithmetic",), VerifierConfig())
-JUDGE = Judge(VERIFIERS, "arithmetic", TOKENIZER.decode, end_token_ids={1})
+JUDGE = Judge(VERIFIERS, "arithmetic", ResponseText(TOKENIZER.decode))
 
 
 def problems(answers):
@@ -54,6 +55,8 @@ class ScriptedPort:
 
     reasons: why a text ended, where it neither has an end token nor is cut.
     """
+
+    end_ids = (1,)
 
     def __init__(self, texts, delay_s=0.0, reasons=None):
         self.left = {i + 1: list(given_texts) for i, given_texts in enumerate(texts)}
@@ -192,7 +195,7 @@ def test_the_fleet_port_asks_for_plain_generation():
             return SimpleNamespace(output_ids_T=ids_T, spans=spans, finish_reason="stop_string")
 
     async def twice():
-        port = FleetPort(FakeFleet(), attempts=1)
+        port = FleetPort(FakeFleet(), attempts=1, end_ids=(1, 7))
         options = {"max_new_tokens": 9, "temperature": 0.0, "stop": ("#",), "seed": 17}
         return [await port.complete([5, 6], **options) for _ in range(2)]
 
@@ -205,7 +208,7 @@ def test_the_fleet_port_asks_for_plain_generation():
         assert list(request.input_ids) == [5, 6]
         assert (request.max_new_tokens, request.temperature) == (9, 0.0)
         assert (request.top_p, request.num_draws, request.seed) == (1.0, 0, 17)
-        assert request.stop == ("#",)
+        assert (request.stop, request.stop_token_ids) == (("#",), (1, 7))
 
 
 class Scripted:
@@ -218,7 +221,7 @@ class Scripted:
 
 
 def test_a_partial_reward_is_not_correct_and_a_failed_verifier_is_wrong_and_counted():
-    judge = Judge(Scripted(), "exact", TOKENIZER.decode, end_token_ids={1})
+    judge = Judge(Scripted(), "exact", ResponseText(TOKENIZER.decode))
     port = ScriptedPort([["#4<eos>", "#3<eos>"], ["#0<eos>", "#1<eos>"]])
     report = run(port, ["1", "2"], judge)
     assert report.accuracy_pct == 25

@@ -48,7 +48,7 @@ def sample(fleet: Fleet, attempts: int) -> Awaitable[object]:
 
 
 def evaluate(fleet: Fleet, attempts: int) -> Awaitable[object]:
-    port = FleetPort(fleet, attempts)
+    port = FleetPort(fleet, attempts, end_ids=(1,))
     return port.complete([1, 2], max_new_tokens=3, temperature=1.0, stop=(), seed=0)
 
 

@@ -18,6 +18,7 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.prepare import probes_of
 from megatron_opd.cli.teacher_guard import check_teachers, make_teacher_watch
 from megatron_opd.config.schema import Config
+from megatron_opd.data.end_tokens import Ending
 from megatron_opd.teacher.guard import BOUNDS_NATS, Probe, probe
 from sglang_bridge.errors import BadReply, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
@@ -211,7 +212,7 @@ def checked(
 ) -> list[str]:
     config = Config.model_validate(small_config(tmp_path, models) | {"scoring": scoring} | more)
     prepared: Any = SimpleNamespace(
-        vocab_sizes={"student": V, "teacher": V}, probes={"teacher": PROMPTS}
+        ending=Ending((1,)), vocab_sizes={"student": V, "teacher": V}, probes={"teacher": PROMPTS}
     )
     return asyncio.run(check_teachers(config, prepared, {"teacher": servers}))
 

@@ -11,6 +11,7 @@ import pytest
 
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost, ScoreRejected
 from megatron_opd.controller.snapshot_codec import decode_member
+from megatron_opd.data.end_tokens import Ending
 from megatron_opd.data.judge import Judge as AnswerJudge
 from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.teacher.requests import TeacherAsk
@@ -40,8 +41,8 @@ SPANS = (VersionSpan(3, 0, 1), VersionSpan(4, 1, 4))
 class Verifier:
     """Rewards the number of tokens."""
 
-    async def reward(self, prompt: Prompt, response_ids: list[int]) -> float:
-        self.asked = prompt, response_ids
+    async def reward(self, prompt: Prompt, response_ids: list[int], ending: Ending) -> float:
+        self.asked, self.ending = (prompt, response_ids), ending
         return 0.25
 
 
@@ -109,6 +110,8 @@ def test_a_response_is_judged_with_the_task_and_answer_of_the_order():
         assert (await held.judge(Judge(2, "r-1", "exact", "42"))).reward == 0.25
         prompt, response_ids = verifier.asked
         assert (prompt.task, prompt.answer, response_ids) == ("exact", "42", [4, 4, 4, 4])
+        assert verifier.ending == Ending(REQUEST.stop_token_ids, REQUEST.stop), "as it was asked"
+        assert verifier.ending != Ending()
         unjudged = holding(Server())
         await unjudged.generate(GENERATE)
         assert (await unjudged.judge(Judge(2, "r-1", "exact", "42"))).reward is None

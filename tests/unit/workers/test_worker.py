@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from megatron_opd.buffer.rejection import SamplesLost
+from megatron_opd.data.end_tokens import Ending
 from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.types import HeldSample, Prompt, Rollout, Sample
 from megatron_opd.workers.pool import WorkerPool
@@ -27,7 +28,7 @@ ASK = TeacherAsk("score-0", 1.0, 0, 0, 7, 512)
 
 
 class Verifier:
-    async def reward(self, prompt: Prompt, response_ids: list[int]) -> float:
+    async def reward(self, prompt: Prompt, response_ids: list[int], ending: Ending) -> float:
         return 0.25
 
 
