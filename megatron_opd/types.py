@@ -30,6 +30,8 @@ OffsetArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 ExpertArray = npt.NDArray[np.unsignedinteger[Any]]
 GateArray = npt.NDArray[np.floating[Any]]
+RightAnswer = str | tuple[str, ...]
+"""What a verifier compares with; of several answers any is right."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +39,17 @@ class Prompt:
     """Holds one tokenised problem. `uid` is unique in a run and rises in admission order.
 
     token_ids_P: int32 [P], chat template already applied. answer: what the task's verifier compares
-    with, if any. teacher: names the one that scores its rollouts. max_new_tokens: longest response;
-    None: rollout.max_new_tokens. stop: strings that end a response besides rollout.stop. task: its
-    verifier's name; None: data.task. row_id: the row's own name, or its file and line. row: which
-    problem of the training data it is. reward_weight, teacher_weight: multiply the loss's terms
-    from rewards, and its other terms, on its responses.
+    with, or several that are all right, if any. teacher: names the one that scores its rollouts.
+    max_new_tokens: longest response; None: rollout.max_new_tokens. stop: strings that end a
+    response besides rollout.stop. task: its verifier's name; None: data.task. row_id: the row's own
+    name, or its file and line. row: which problem of the training data it is. reward_weight,
+    teacher_weight: multiply the loss's terms from rewards, and its other terms, on its responses.
     """
 
     uid: int
     text: str
     token_ids_P: IntArray
-    answer: str | None = None
+    answer: RightAnswer | None = None
     teacher: str = "teacher"
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()

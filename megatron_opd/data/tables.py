@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megatron_opd.config.wording import line, shown
+from megatron_opd.data.key_paths import column_of
+from megatron_opd.data.plain import table_rows
 from megatron_opd.data.values import listed
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
@@ -91,7 +93,7 @@ def _readable(path: Path, kind: str, read: Callable[[], ResultT]) -> ResultT:
 
 def _rows(table: Any) -> list[dict[str, Any]]:
     table.validate(full=True)  # offsets beyond the data would be read
-    return table.to_pylist()
+    return table_rows(table)
 
 
 def _file_name(path: Path, entry: Any) -> str:
@@ -117,10 +119,11 @@ def _columns(
     path: Path, present: Sequence[str], wanted: Sequence[str], required: Sequence[str]
 ) -> list[str]:
     """Return the wanted columns that are there. ValueError: one is missing or there twice."""
+    wanted = list(dict.fromkeys(column_of(present, key) for key in wanted))
     for key in wanted:
         if present.count(key) > 1:
             raise ValueError(f"{path}: column {key!r} occurs {present.count(key)} times")
     for key in required:
-        if key not in present:
+        if column_of(present, key) not in present:
             raise ValueError(f"{path}: missing column {key!r}; the columns are {listed(present)}")
     return [key for key in wanted if key in present]

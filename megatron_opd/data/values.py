@@ -1,17 +1,23 @@
-"""Reads the values of a row's columns; each reader returns a checked value or raises Unusable."""
+"""Reads the values of a row's columns; each reader returns a checked value or raises Unusable.
+
+A key names a column, or leads into one: names of keys and indices of lists, divided by dots.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
 from megatron_opd.config.section import MAX_STOP_LENGTH, MAX_STOPS
 from megatron_opd.config.wording import shown
 from megatron_opd.data.faults import Unusable
+from megatron_opd.data.key_paths import ABSENT, lookup
+from megatron_opd.data.plain import plain, written_number
+from megatron_opd.types import RightAnswer
 
-# Above it a float cannot hold every whole number, so its digits may differ from the file's.
-WHOLE_FLOATS = 2**53
 Row = Mapping[str, Any]
 
 
@@ -36,34 +42,40 @@ def read_choice(row: Row, key: str, allowed: Collection[str], cause: str) -> str
 
 def read_task(row: Row, key: str, allowed: Collection[str]) -> str | None:
     """Return the name of a row's verifier; None where it is missing or null."""
-    if row.get(key) is None:
-        return None
-    return read_choice(row, key, allowed, "unknown_task")
+    return None if value_of(row, key) is None else read_choice(row, key, allowed, "unknown_task")
 
 
-def read_answer(row: Row, key: str, *, needed: bool) -> str | None:
-    """Return a string, or a finite number as text; None where it is missing, null or blank.
+def read_answer(row: Row, key: str, *, needed: bool) -> RightAnswer | None:
+    """Return a string, or a number or date as text; of a list, those that are there.
 
-    needed: None is a fault.
+    None where it is missing, null or blank. needed: None is a fault.
     """
-    text = _text_or_number(row, key)
+    value = value_of(row, key)
+    if isinstance(value, list | tuple):
+        given = (_text_of(each, f"{key}.{number}") for number, each in enumerate(value))
+        several = tuple(dict.fromkeys(each for each in given if each is not None))
+        text: RightAnswer | None = several if len(several) > 1 else several[0] if several else None
+    else:
+        text = _text_of(value, key)
     if text is None and needed:
-        why = f"{key!r} is empty" if key in row else f"missing column {key!r}"
-        raise Unusable("no_answer", why)
+        absent = lookup(row, key) is ABSENT
+        raise Unusable("no_answer", f"missing column {key!r}" if absent else f"{key!r} is empty")
     return text
 
 
 def read_name(row: Row, key: str) -> str | None:
-    """Return a row's own name, text or number; None where it has none."""
-    return _text_or_number(row, key)
+    """Return a row's own name, text, number or date; None where it has none."""
+    return _text_of(value_of(row, key), key)
 
 
 def read_limit(row: Row, key: str, most: int) -> int | None:
     """Return a whole number in 1..most; None where it is missing or null."""
-    value = row.get(key)
+    value = value_of(row, key)
     if value is None:
         return None
-    if isinstance(value, float) and value.is_integer():  # as pandas writes a column with gaps
+    if (
+        isinstance(value, float | Decimal) and value == value // 1
+    ):  # as pandas writes a column with gaps
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, int):
         raise Unusable("wrong_type", f"{key!r} must be a whole number, got {shown(value)}")
@@ -73,11 +85,14 @@ def read_limit(row: Row, key: str, most: int) -> int | None:
 
 
 def read_weight(row: Row, key: str) -> float | None:
-    """Return a finite number >= 0; None where it is missing or null."""
-    value = row.get(key)
+    """Return a finite number >= 0; None where it is missing or null.
+
+    NaN is no gap here: what a computation failed to weigh would count in full.
+    """
+    value = value_of(row, key, nan=True)
     if value is None:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         raise Unusable("wrong_type", f"{key!r} must be a number, got {type(value).__name__}")
     if not 0 <= value < math.inf:
         raise Unusable("bad_weight", f"{key!r} must be finite and >= 0, got {shown(value)}")
@@ -86,7 +101,7 @@ def read_weight(row: Row, key: str) -> float | None:
 
 def read_stops(row: Row, key: str) -> tuple[str, ...]:
     """Return the strings of a list, or of one string; none where it is missing or null."""
-    value = row.get(key)
+    value = value_of(row, key)
     found: list[Any] = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(found, list | tuple) or not all(isinstance(each, str) for each in found):
         raise Unusable("wrong_type", f"{key!r} must be a list of strings, got {shown(value)}")
@@ -100,14 +115,23 @@ def read_stops(row: Row, key: str) -> tuple[str, ...]:
 
 def present(row: Row, key: str) -> Any:
     """Return a column's value, whatever it is."""
-    if key not in row:
+    found = lookup(row, key)
+    if found is ABSENT:
         raise Unusable("missing", f"missing column {key!r}; the columns are {listed(row)}")
-    return row[key]
+    return plain(found, key)
+
+
+def value_of(row: Row, key: str, *, nan: bool = False) -> Any:
+    """Return a column's value; None where it is missing or null, or, without `nan`, no number."""
+    found = lookup(row, key)
+    value = None if found is ABSENT else plain(found, key)
+    gap = not nan and isinstance(value, float | Decimal) and math.isnan(value)
+    return None if gap else value
 
 
 def listed(columns: Collection[str]) -> str:
     """Return the first few names, for people."""
-    return ", ".join(shown(name, 40) for name in sorted(columns)[:8]) or "none"
+    return ", ".join(shown(name, 40) for name in sorted(map(str, columns))[:8]) or "none"
 
 
 def unicode(text: str, key: str) -> str:
@@ -119,21 +143,15 @@ def unicode(text: str, key: str) -> str:
     return text
 
 
-def _text_or_number(row: Row, key: str) -> str | None:
-    value = row.get(key)
-    if value is None:
-        return None
+def _text_of(value: Any, key: str) -> str | None:
     if isinstance(value, str):
         return unicode(value, key) if value.strip() else None
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return _number(value, key)
+    if isinstance(value, float | Decimal) and math.isnan(value):
+        return None
+    if isinstance(value, date | time):
+        return value.isoformat()
+    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+        return written_number(value, key)
+    if value is None:
+        return None
     raise Unusable("wrong_type", f"{key!r} must be a string or number, got {type(value).__name__}")
-
-
-def _number(value: int | float, key: str) -> str:
-    """Write a number as a reader does: a column of floats, as pandas makes, holds 42 as 42.0."""
-    if not math.isfinite(value) if isinstance(value, float) else value.bit_length() > 4096:
-        raise Unusable("not_finite", f"{key!r} must be a finite number, got {str(value)[:20]}")
-    if isinstance(value, float) and value.is_integer() and abs(value) <= WHOLE_FLOATS:
-        return str(int(value))
-    return str(value)

@@ -12,9 +12,10 @@ from megatron_opd.config.verifier import VerifierConfig
 from megatron_opd.data.tasks import TASKS, get_task, get_verifier
 from megatron_opd.data.tasks.base import Verifier
 from megatron_opd.data.tasks.code import CODE
+from megatron_opd.types import RightAnswer
 from megatron_opd.verifiers.messages import Call
 from megatron_opd.verifiers.pool import PoolLimits, WorkerPool
-from megatron_opd.verifiers.reward import checked_reward
+from megatron_opd.verifiers.reward import FAILED, VerifierFailed, checked_reward
 
 
 class TaskVerifiers:
@@ -57,8 +58,26 @@ class TaskVerifiers:
         if self._pool is not None:
             await self._pool.__aexit__(kind, error, trace)
 
-    async def verify(self, task: str, response: str, answer: str) -> float:
-        """Return the reward in [0, 1] that `task` gives a response. Raises VerifierFailed."""
+    async def verify(self, task: str, response: str, answer: RightAnswer) -> float:
+        """Return the reward in [0, 1] that `task` gives a response: of several answers the best.
+
+        Raises VerifierFailed.
+        """
+        answers = (answer,) if isinstance(answer, str) else answer
+        joined = get_task(task).joined
+        if len(answers) > 1 and joined is not None:
+            try:
+                answers = (joined(answers),)
+            except ValueError as error:
+                raise VerifierFailed(FAILED, f"{task}: {error}") from None
+        best = 0.0
+        for each in answers:
+            best = max(best, await self._verify(task, response, each))
+            if best == 1:
+                break
+        return best
+
+    async def _verify(self, task: str, response: str, answer: str) -> float:
         here = self._here.get(task)
         if here is not None:
             return checked_reward(here(response, answer))

@@ -30,6 +30,7 @@ from __future__ import annotations
 import msgspec
 
 from megatron_opd.sample_figures import ScoreShape
+from megatron_opd.types import RightAnswer
 from megatron_opd.weight_sync.decoding import decoded
 
 PROTOCOL = 2
@@ -135,7 +136,7 @@ class Task(_Message, frozen=True):
     uid: int
     text: str
     ids: bytes
-    answer: str | None
+    answer: RightAnswer | None
     teacher: str
     max_new_tokens: int | None
     stop: tuple[str, ...]

@@ -12,6 +12,7 @@ import msgspec
 from megatron_opd.sample_figures import CacheSize, ScoreShape
 from megatron_opd.teacher.requests import TeacherAsk
 from megatron_opd.transport.messages import BadMessage
+from megatron_opd.types import RightAnswer
 from sglang_bridge.client import Endpoint
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import FinishReason
@@ -41,7 +42,7 @@ class Judge(_Message, frozen=True):
     call: int
     key: str
     task: str | None
-    answer: str
+    answer: RightAnswer
 
 
 class Score(_Message, frozen=True):

@@ -28,6 +28,7 @@ from megatron_opd.types import (
     HeldRollout,
     HeldSample,
     Prompt,
+    RightAnswer,
     Rollout,
     Sample,
     VersionSpan,
@@ -169,7 +170,7 @@ class WorkerPool:
             restarts=restarts,
         )
 
-    async def judge(self, rollout: HeldRollout, task: str | None, answer: str) -> float:
+    async def judge(self, rollout: HeldRollout, task: str | None, answer: RightAnswer) -> float:
         """Return the reward of a held response, whose task has a verifier.
 
         VerifierFailed. SamplesLost.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -33,7 +33,8 @@ class Task:
 
     verify: None where no answer can be checked. generate: None without problems of its own.
     bounded: whether verify takes time in proportion to the texts and never raises, so that it needs
-    no process of its own. warm: imports what verify needs, before its time counts.
+    no process of its own. warm: imports what verify needs, before its time counts. joined: makes
+    one answer of several; None: each of them is right by itself.
     """
 
     name: str
@@ -41,3 +42,4 @@ class Task:
     generate: Generator | None = None
     bounded: bool = False
     warm: Callable[[], object] | None = None
+    joined: Callable[[Sequence[str]], str] | None = None

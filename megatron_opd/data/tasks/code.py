@@ -3,8 +3,8 @@ r"""Verifies Python code by running it in the sandbox on the row's tests.
 The answer column holds the tests of a row, as JSON text, in one of two forms:
     {"inputs": ["1 2\n", ...], "outputs": ["3\n", ...]}   a run each: what is read and printed
     {"asserts": ["assert add(1, 2) == 3", ...]}          statements after the response's code
-Text that is no JSON object is one such statement. The code is the last fenced block of the response
-(```python or any other), or all of it without one.
+Text that is no JSON object is one such statement, and a list of texts several. The code is the last
+fenced block of the response (```python or any other), or all of it without one.
 
 A program that fails, hangs, prints too much or reaches a limit is wrong; only a row without usable
 tests and a kernel that denies isolation are failures of the verifier.
@@ -77,6 +77,14 @@ def verify(
     return passed / total if reward == "share" else float(passed == total)
 
 
+def joined(answers: Sequence[str]) -> str:
+    """Return the tests of a row that has a list of statements. ValueError: it holds other tests."""
+    tests = [parse_tests(answer) for answer in answers]
+    if not all(isinstance(each, list) for each in tests):
+        raise ValueError("a list of tests must hold statements; inputs and outputs are one text")
+    return json.dumps({"asserts": [statement for each in tests for statement in each]})
+
+
 def parse_tests(answer: str) -> list[str] | tuple[tuple[str, str], ...]:
     """Return a row's statements, or its pairs of input and output. ValueError: there are none."""
     try:
@@ -134,4 +142,4 @@ def _lines(text: str) -> list[str]:
     return [line.rstrip() for line in text.rstrip().splitlines()]
 
 
-CODE = Task("code", verify=verify)
+CODE = Task("code", verify=verify, joined=joined)

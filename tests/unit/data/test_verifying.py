@@ -8,14 +8,15 @@ import pytest
 from megatron_opd.config.verifier import CodeConfig, VerifierConfig
 from megatron_opd.data.tasks import TASKS
 from megatron_opd.data.verifying import TaskVerifiers, call_of
-from megatron_opd.verifiers.reward import BAD_REWARD, VerifierFailed
+from megatron_opd.types import RightAnswer
+from megatron_opd.verifiers.reward import BAD_REWARD, FAILED, VerifierFailed
 from tests.support.programs import ADDS, ASSERTS, isolated
 
 ROGUE = "tests.support.rogue_verifiers"
 SETTINGS = VerifierConfig(workers=1, timeout_s=300.0)
 
 
-def judged(task: str, response: str, answer: str, settings: VerifierConfig = SETTINGS):
+def judged(task: str, response: str, answer: RightAnswer, settings: VerifierConfig = SETTINGS):
     """The reward, or the reason; and how many workers there were."""
 
     async def scenario():
@@ -39,6 +40,13 @@ def judged(task: str, response: str, answer: str, settings: VerifierConfig = SET
         ("json_schema", "[1]", '{"type": "array"}', 1.0, 1),
         (f"{ROGUE}:graded", "ab", "ac", 0.5, 1),
         (f"{ROGUE}:rogue", "returns", "two", BAD_REWARD, 1),
+        ("exact", "12.0", ("12", "12.0"), 1.0, 0),
+        ("exact", "12", ("12", "12.0"), 1.0, 0),
+        ("exact", "13", ("12", "12.0"), 0.0, 0),
+        ("math", "\\boxed{\\frac{1}{2}}", ("7", "0.50"), 1.0, 1),
+        ("math", "1000", ("1e3", "2"), 1.0, 1),
+        (f"{ROGUE}:graded", "ab", ("zz", "ac", "bb"), 0.5, 1),
+        ("code", "", ("x = 1", '{"inputs": [], "outputs": []}'), FAILED, 1),
         (f"{ROGUE}:rogue", "says_its_id", os.devnull, 1.0, 1),
     ],
 )
@@ -53,6 +61,9 @@ def test_code_gets_the_limits_of_the_configuration():
     for reward, expected in (("share", 0.5), ("all", 0.0)):
         settings = SETTINGS.model_copy(update={"code": code.model_copy(update={"reward": reward})})
         assert judged("code", half, ASSERTS, settings) == (expected, 1)
+    several = ("assert add(1, 2) == 3", "assert add(1, 2) == 4")
+    settings = SETTINGS.model_copy(update={"code": code})
+    assert judged("code", ADDS, several, settings) == (0.5, 1), "each of a list's tests counts"
     small = SETTINGS.model_copy(update={"code": code.model_copy(update={"memory_bytes": 2**20})})
     assert judged("code", ADDS, ASSERTS, small) == (0.0, 1), "not even Python starts"
 

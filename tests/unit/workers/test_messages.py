@@ -16,6 +16,7 @@ ENDPOINT = Endpoint("http://host:1", "secret", Known(100, 4096, 3))
 ORDERS = [
     w.Generate(1, ENDPOINT, msgspec.Raw(b"\x91\x01")),
     w.Judge(2, "r-1", None, "42"),
+    w.Judge(2, "r-1", "math", ("42", "42.0")),
     w.Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 8, 7, 100), 120),
     w.Look(5, ENDPOINT),
     w.Fetch(4, "r-1"),

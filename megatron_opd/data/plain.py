@@ -1,0 +1,141 @@
+"""Turns values of other libraries into Python's own: those of NumPy, pandas and pyarrow.
+
+Invariant: a value is the same one afterwards, or its row is a fault; nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+
+from megatron_opd.data.faults import Unusable
+
+WHOLE_FLOATS = 2**53
+"""Above it a float cannot hold every whole number, so its digits may differ from the file's."""
+MOST_BITS = 4096
+"""Bits of the largest number."""
+LOG2_10 = math.log2(10)
+DEEPEST = 64
+"""Lists and mappings within each other; schemas of tools have about ten."""
+_PANDAS_MISSING = ("NAType", "NaTType")
+
+
+def plain(value: Any, key: str, depth: int = 0) -> Any:
+    """Return a value, and all that it holds, as Python's own. Raises Unusable.
+
+    What Python has no type for stays as it is, to be refused by its name. Decimals are finite.
+    """
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if depth > DEEPEST:
+        raise Unusable("wrong_type", f"{key!r} holds more than {DEEPEST} levels within each other")
+    if isinstance(value, np.ndarray):
+        held: Any = list(value) if value.ndim else value[()]
+        # pandas reads lists of tables into arrays
+        return without_gaps(plain(held, key, depth + 1))
+    if isinstance(value, np.generic):
+        return _scalar(value, key, depth)
+    if isinstance(value, str | int):  # and no subclass, whose text may be another
+        return str.__str__(value) if isinstance(value, str) else int(value)
+    if isinstance(value, Decimal):
+        return _decimal(value, key)
+    if isinstance(value, Mapping):
+        named: Mapping[Any, Any] = value
+        return {_name(name, key): plain(each, key, depth + 1) for name, each in named.items()}
+    if isinstance(value, list | tuple):
+        several: list[Any] | tuple[Any, ...] = value
+        return [plain(each, key, depth + 1) for each in several]
+    kind = type(value)  # pyright: ignore[reportUnknownVariableType]
+    missing = kind.__name__ in _PANDAS_MISSING and kind.__module__.startswith("pandas")
+    return None if missing else value
+
+
+def without_gaps(value: Any) -> Any:
+    """Return a value of a table, its mappings without keys of null.
+
+    A table gives every mapping of a column the keys of all of them.
+    """
+    if isinstance(value, dict):
+        held: dict[Any, Any] = value
+        return {key: without_gaps(each) for key, each in held.items() if each is not None}
+    if isinstance(value, list):
+        several: list[Any] = value
+        return [without_gaps(each) for each in several]
+    return value
+
+
+def table_rows(table: Any) -> list[dict[str, Any]]:
+    """Return the rows of a pyarrow table or batch as plain values. Raises what pyarrow does."""
+    rows: list[dict[str, Any]] = _written_floats(table).to_pylist(maps_as_pydicts="strict")
+    return [{key: without_gaps(each) for key, each in row.items()} for row in rows]
+
+
+def written_number(value: int | float | Decimal, key: str) -> str:
+    """Write a number as a reader does: a column of floats, as pandas makes, holds 42 as 42.0."""
+    if isinstance(value, Decimal):  # nor the zeros that the scale of its column adds
+        text = f"{value:f}" if value else "0"
+        return text.rstrip("0").rstrip(".") if "." in text else text
+    if not math.isfinite(value) if isinstance(value, float) else value.bit_length() > MOST_BITS:
+        shown = hex(value) if isinstance(value, int) else str(value)
+        raise Unusable("not_finite", f"{key!r} must be a finite number, got {shown[:20]}")
+    if isinstance(value, float) and value.is_integer() and abs(value) <= WHOLE_FLOATS:
+        return str(int(value))
+    return str(value)
+
+
+def _decimal(value: Decimal, key: str) -> Decimal | float:
+    if value.is_nan():
+        return math.nan
+    if value.is_infinite():
+        return float(value)
+    if value and abs(value.adjusted()) * LOG2_10 > MOST_BITS:
+        raise Unusable("not_finite", f"{key!r} must be a finite number, got {str(value)[:20]}")
+    return value
+
+
+def _name(name: Any, key: str) -> str:
+    if not isinstance(name, str):
+        kind = type(name).__name__
+        raise Unusable("wrong_type", f"{key!r} holds a mapping whose keys must be text, got {kind}")
+    return str.__str__(name)
+
+
+def _scalar(value: np.generic, key: str, depth: int) -> Any:
+    if isinstance(value, np.datetime64):
+        return _moment(value)
+    if value.dtype.char in "ef":
+        return _shortest(value)
+    if value.dtype.char in "mgGV":  # durations, long floats, records: `item` says less of them
+        return value
+    return plain(value.item(), key, depth + 1)
+
+
+def _moment(value: np.datetime64) -> Any:
+    if np.isnat(value):
+        return None
+    coarse = value.astype("datetime64[us]")
+    whole: Any = value.item() if np.datetime_data(value.dtype)[0] == "D" else coarse.item()
+    same = not isinstance(whole, int) and coarse == value
+    return whole if same else str(value)  # nanoseconds, and years beyond Python's calendar
+
+
+def _shortest(value: np.generic) -> float:
+    """Return the number that is written so: the nearest float to 0.1 of 32 bits is 0.1000000015."""
+    return float(str(value))
+
+
+def _written_floats(table: Any) -> Any:
+    """Return a table whose floats of less than 64 bits are the numbers that they are written as."""
+    import pyarrow
+
+    for place, field in enumerate(table.schema):
+        if pyarrow.types.is_float32(field.type) or pyarrow.types.is_float16(field.type):
+            narrow = np.dtype(field.type.to_pandas_dtype()).type
+            given = table.column(place).to_pylist()
+            shortest = [None if each is None else _shortest(narrow(each)) for each in given]
+            table = table.set_column(place, field.name, pyarrow.array(shortest, pyarrow.float64()))
+    return table
