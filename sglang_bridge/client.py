@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from sglang_bridge import sizes, wire
+from sglang_bridge.claims import Claim, Lease
 from sglang_bridge.deadlines import Deadlines
 from sglang_bridge.errors import BridgeError, ServerRefused
 from sglang_bridge.http import REPLY_BYTES, HttpConnection
@@ -103,6 +104,7 @@ class ServerClient:
             self.url, timeout_s, lambda: self.progress(), lambda rid: self.abort(rid)
         )
         self._numbers = itertools.count()
+        self._lease = Lease(self.url, self._ask_claim)
 
     def know(self, known: Known) -> None:
         """Checks replies against what was learnt of the server, here or by another client."""
@@ -122,7 +124,8 @@ class ServerClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connection pool."""
+        """Closes the connection pool, and ends the claim on the server."""
+        await self._lease.end()
         await self.deadlines.close()
         await self._http.close()
 
@@ -188,11 +191,24 @@ class ServerClient:
         self.know(Known(info.vocab_size, info.context_length, info.version))
         return info
 
+    async def claim(self, claim: Claim) -> None:
+        """Takes the server for a run, until `release` or `close`. ClaimRefused: another has it."""
+        await self._lease.take(claim)
+
+    async def release(self) -> None:
+        """Ends the claim, so that another run may use the server."""
+        await self._lease.end()
+
+    async def _ask_claim(self, step: dict[str, Any], limit_s: float | None) -> None:
+        await self._post(wire.CLAIM_ROUTE, step, repeatable=True, timeout_s=limit_s)
+
     async def alive(self) -> bool:
         """Returns whether the server answers, also while paused (unlike /health, which generates).
 
-        Raises ServerUnreachable when it certainly does not, as nothing listens.
+        Raises ServerUnreachable when it certainly does not, as nothing listens; ClaimRefused when
+        it is another run's by now.
         """
+        self._lease.require()
         try:
             await self._http.get("/model_info", timeout_s=ALIVE_TIMEOUT_S)
         except BridgeError as error:

@@ -107,11 +107,15 @@ class ModelRefused(ServerDied):
 
 
 class PortInUse(BridgeError):
-    """Reports that the port a server should listen on is taken."""
+    """Reports that the port a server should listen on is taken. key: what chose the port."""
 
-    def __init__(self, host: str, port: int) -> None:
+    def __init__(self, host: str, port: int, key: str | None = None) -> None:
         self.host, self.port = host, port
-        super().__init__(f"port {port} is in use on {host}")
+        chosen = "" if key is None else f"{key}: "
+        super().__init__(
+            f"{chosen}port {port} is in use on {host} by something else; choose another port, or "
+            "end what listens there"
+        )
 
 
 def printable(text: str) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
 from sglang_bridge import wire
+from sglang_bridge.claims import Claim
 from sglang_bridge.client import PauseMode, ServerClient
 from sglang_bridge.errors import (
     BadReply,
@@ -121,16 +122,21 @@ class Fleet:
         """Returns the number of requests being served by all servers."""
         return sum(member.in_flight for member in self._members.present)
 
-    async def start(self, *, used: bool = False) -> tuple[ServerInfo, ...]:
-        """Asks every server what it is.
+    async def start(
+        self, *, used: bool = False, claim: Claim | None = None
+    ) -> tuple[ServerInfo, ...]:
+        """Asks every server what it is, and claims it.
 
-        used: they may hold different versions, as whoever used them before left them. Raises
-        BadReply when their vocabularies or versions differ.
+        used: they may hold different versions, as whoever used them before left them. claim: None:
+        they are nobody else's. Raises BadReply when their vocabularies or versions differ,
+        ClaimRefused when one is another run's.
         """
         for member, info in zip(
             self._members.present, await self._ask_all(lambda client: client.info()), strict=True
         ):
             member.info = info
+        if claim is not None:
+            await self._ask_all(lambda client: client.claim(claim))
         for what in ("vocab_size",) if used else ("vocab_size", "version"):
             values = {info.url: getattr(info, what) for info in self.infos}
             if len(set(values.values())) > 1:

@@ -12,6 +12,10 @@ from sglang_bridge.columns import DrawColumns, dtypes
 
 WORK_ROUTE = "/bridge/generate"
 WORK_TYPE = "application/msgpack"
+# which start a server is of, open like SGLang's own probe, and which runs it belongs to (claims.py)
+PROOF_ROUTE = "/ready/proof"
+CHALLENGE = "challenge"
+CLAIM_ROUTE = "/bridge/claim"
 
 # request: custom_params
 NUM_DRAWS = "bridge_num_draws"  # with NUM_ATOMS, both may be 0: keep a draw cache

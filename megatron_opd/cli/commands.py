@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 
@@ -70,7 +71,7 @@ def serve(arguments: argparse.Namespace) -> int:
     from megatron_opd.cli.keys import named_key
     from megatron_opd.cli.serve import serve_until_told
     from megatron_opd.cli.servers import server_spec
-    from sglang_bridge.server.spec import server_command, server_env
+    from sglang_bridge.server.spec import NONCE_VARIABLE, server_command, server_env
 
     config = load_config(Config, arguments.config, arguments.overrides)
     role, name = arguments.role, arguments.name
@@ -90,7 +91,8 @@ def serve(arguments: argparse.Namespace) -> int:
         raise UserError(f"opd serve: {keyless_problem(role, f'{role}.host {section.host}')}")
     spec = server_spec(config, role, arguments.index)
     sys.stdout.flush()
-    environment = server_env(spec, api_key=key)
+    # by a launcher, whose servers prove what it has started
+    environment = server_env(spec, api_key=key, nonce=os.environ.get(NONCE_VARIABLE))
     return serve_until_told(server_command(spec), environment)
 
 

@@ -134,6 +134,7 @@ class Elastic:
             ended = await self._processes.remove(now)
             self.removed.append(url)
             after = "it is ended" if ended else await self._left(roles, clients, held)
+            await asyncio.gather(*(client.release() for client in clients))
         again = f"; {cut_off} requests were sent again" if cut_off else ""
         return self._told(f"{roles[0]} server {url} is removed: {after}{again}")
 

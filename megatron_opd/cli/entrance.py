@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from megatron_opd.cli.claimant import Claimant
 from megatron_opd.cli.elastic import Drop, Elastic
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.joiner import check_joiner
@@ -29,6 +30,7 @@ class Entrance:
         config: what it must be.
         prepared: the models' sizes, and prompts to try a teacher on.
         fleets: of all roles.
+        claimant: the run.
         keys: of the run's own servers. One that was added has the key that api_key_env names, or
             none: the random key of those started here stays with them.
     """
@@ -38,10 +40,11 @@ class Entrance:
         config: Config,
         prepared: Prepared,
         fleets: Mapping[Role, Fleet],
+        claimant: Claimant,
         keys: Mapping[Role, str | None],
     ) -> None:
         self._config, self._prepared, self._fleets = config, prepared, fleets
-        self._keys = keys
+        self._claimant, self._keys = claimant, keys
         self._joined: set[tuple[Role, str]] = set()
 
     async def back(self, role: Role, url: str) -> ServerClient:
@@ -60,7 +63,7 @@ class Entrance:
             raise UserError(keyless_problem(role, url))
         suits = partial(check_joiner, config, self._prepared, role, fleet) if new else None
         vocab_size = self._prepared.vocab_sizes[role]
-        client = await take_in(config, role, fleet, url, key, vocab_size, suits)
+        client = await take_in(config, role, fleet, url, key, vocab_size, self._claimant, suits)
         if new:
             self._joined.add((role, url))
         return client

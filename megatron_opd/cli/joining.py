@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_bridge.claims import Claim
 from sglang_bridge.errors import ServerRefused, ServerUnreachable
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import ServerInfo
@@ -16,8 +17,10 @@ RETRY_S = 1.0
 STARTING_UP = 503
 
 
-async def answers(fleet: Fleet, timeout_s: float, *, used: bool = False) -> tuple[ServerInfo, ...]:
-    """Return what a fleet's servers are, once all of them answer. used: see Fleet.start.
+async def answers(
+    fleet: Fleet, timeout_s: float, *, used: bool = False, claim: Claim | None = None
+) -> tuple[ServerInfo, ...]:
+    """Return what a fleet's servers are, once all of them answer. used, claim: see Fleet.start.
 
     BridgeError: one answers something else, or there is no answer within `timeout_s`.
     """
@@ -25,7 +28,7 @@ async def answers(fleet: Fleet, timeout_s: float, *, used: bool = False) -> tupl
     deadline_s = clock() + timeout_s
     while True:
         try:
-            return await fleet.start(used=used)
+            return await fleet.start(used=used, claim=claim)
         except (ServerUnreachable, ServerRefused) as error:
             not_yet = isinstance(error, ServerUnreachable) or error.status == STARTING_UP
             if not not_yet or clock() >= deadline_s:

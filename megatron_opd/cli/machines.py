@@ -199,6 +199,7 @@ class Launched:
                 make,
                 logs / f"{log_name(role)}-{place.need.index}.log",
                 self._say,
+                f"{role}.base_port",
             )
             for place in self._places[role]
         ]

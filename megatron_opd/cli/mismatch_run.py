@@ -20,6 +20,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+from megatron_opd.cli.claimant import Claimant
 from megatron_opd.cli.ends import Ends
 from megatron_opd.cli.errors import RunFailed, UserError, kept_traceback
 from megatron_opd.cli.guards import RunGuard, while_alive
@@ -254,7 +255,8 @@ class MismatchRun:
         return measured
 
     async def _join(self, fleet: Fleet) -> None:
-        await join_role(self.config, STUDENT, fleet, self.prepared.student.vocab_size)
+        size, claimant = self.prepared.student.vocab_size, Claimant("opd mismatch")
+        await join_role(self.config, STUDENT, fleet, size, claimant)
 
     def _say(self, *lines: str) -> None:
         for line in lines:

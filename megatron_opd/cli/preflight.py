@@ -408,8 +408,8 @@ def server_ports(section: ServerConfig, key: str) -> list[int]:
 def require_free(host: str, port: int, key: str) -> None:
     """Raise UserError when `port` cannot be bound on `host`."""
     try:
-        check_port(host, port)
+        check_port(host, port, key)
     except PortInUse as error:
-        raise UserError(f"{key}: {error}") from None
+        raise UserError(str(error)) from None
     except OSError as error:
         raise UserError(f"{key}: cannot listen on {host}:{port}: {error.strerror}") from None

@@ -161,8 +161,8 @@ def _watched(server: Server) -> WatchedProcess:
 
 
 async def _ready(server: Server, timeout_s: float) -> None:
-    """Wait until a server answers. Raises UserError with the log's end of one that died."""
+    """Wait until it answers. UserError: it died, with its log's end; another has its port."""
     try:
         await asyncio.to_thread(server.wait_ready, timeout_s)
-    except ServerDied as error:
+    except (ServerDied, PortInUse) as error:
         raise UserError(str(error)) from None

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron_opd.launch.launcher import Launcher, Place, Process, ProcessSpec
-from sglang_bridge.errors import ServerDied
-from sglang_bridge.server.launch import is_ready, next_log, why_ended
+from sglang_bridge.errors import PortInUse, ServerDied
+from sglang_bridge.proof import new_nonce
+from sglang_bridge.server.launch import Readiness, next_log, why_ended
+from sglang_bridge.server.spec import NONCE_VARIABLE
 
 POLL_S = 0.5
 
@@ -24,20 +27,27 @@ MakeLearner = Callable[[Sequence[Place], Path], Sequence[ProcessSpec]]
 
 
 class RemoteServer:
-    """Runs one SGLang server at a reserved place; a handles.Server."""
+    """Runs one SGLang server at a reserved place; a handles.Server. key: what chose its port."""
 
     def __init__(
-        self, launcher: Launcher, place: Place, make: MakeServer, log_path: Path, say: Say
+        self,
+        launcher: Launcher,
+        place: Place,
+        make: MakeServer,
+        log_path: Path,
+        say: Say,
+        key: str = "port",
     ) -> None:
-        self._launcher, self._place, self._make, self._say = launcher, place, make, say
-        self.log_path = log_path
-        self._spec = make(place, log_path)
+        self._launcher, self.place, self.make, self._say = launcher, place, make, say
+        self.log_path, self._key = log_path, key
+        self._nonce, made = new_nonce(), make(place, log_path)
+        self._spec = replace(made, env={**made.env, NONCE_VARIABLE: self._nonce})
         self._process = launcher.process(self._spec, place)
 
     @property
     def url(self) -> str:
         """Returns where clients reach the server."""
-        return f"http://{self._place.host}:{self._place.port}"
+        return f"http://{self.place.host}:{self.place.port}"
 
     @property
     def name(self) -> str:
@@ -59,17 +69,24 @@ class RemoteServer:
     def wait_ready(self, timeout_s: float) -> None:
         """Return once it answers.
 
-        ServerDied, with the log's last lines: it ended first, or is not ready in `timeout_s`; in
-        either case nothing is left running.
+        ServerDied, with the log's last lines: it ended first, or is not ready in `timeout_s`.
+        PortInUse: something else has its port. In each case nothing is left running.
         """
+        host, port = self.place.host, self.place.port
+        readiness = Readiness(host, port, self._nonce, self._key)
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             code = self.exit_code()
             if code is not None:
                 self.stop(0)
+                readiness.require_port(self.log_path)
                 raise self._ended(f"ended with status {code} during start-up")
-            if is_ready(self.url):
-                return
+            try:
+                if readiness.reached():
+                    return
+            except PortInUse:
+                self.stop(0)
+                raise
             time.sleep(POLL_S)
         self.stop(1)
         raise self._ended(f"was not ready within {timeout_s:g} s")
@@ -80,11 +97,12 @@ class RemoteServer:
 
     def again(self) -> RemoteServer:
         """Return one like this, not started, at the same place unless that is lost. CannotPlace."""
-        place = self._launcher.replace(self._place, self._say)
-        return RemoteServer(self._launcher, place, self._make, next_log(self.log_path), self._say)
+        place = self._launcher.replace(self.place, self._say)
+        log = next_log(self.log_path)
+        return RemoteServer(self._launcher, place, self.make, log, self._say, self._key)
 
     def _ended(self, what: str) -> ServerDied:
-        return why_ended(self.log_path, what, f"{self.name} on {self._place.node}")
+        return why_ended(self.log_path, what, f"{self.name} on {self.place.node}")
 
 
 class RemoteLearner:

@@ -161,7 +161,7 @@ class PipelineRun(RunUpdates):
             await self._wait_for_others(remote, fleets)
         await self._start_workers()
         self._say(f"everything is up after {time.monotonic() - self.started_s:.0f} s")
-        entrance = Entrance(config, self.prepared, fleets, self.keys)
+        entrance = Entrance(config, self.prepared, fleets, self.claimant, self.keys)
         supervisor, self.elastic = supervise(
             *(config, fleets, self.processes, entrance, lambda: self.weight_sync, self._say)
         )

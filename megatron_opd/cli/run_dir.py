@@ -11,6 +11,7 @@ from pathlib import Path
 
 from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import LOCK, RunDirHeld, RunLock, refuse_if_held
+from megatron_opd.cli.claimant import RUN_ID
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.kept_rows import KeptRows, rows_before
 from megatron_opd.config.load import dump_config
@@ -246,7 +247,7 @@ def check_place(path: Path) -> None:
 
 
 def _entries(path: Path) -> list[str]:
-    """List a run directory except its lock and keys. UserError: no directory, or not readable."""
+    """List a run directory but its lock, keys and id. UserError: none, or not readable."""
     try:
         for part in (path, *path.parents):
             if part.exists() and not part.is_dir():
@@ -254,7 +255,7 @@ def _entries(path: Path) -> list[str]:
         present = sorted(entry.name for entry in path.iterdir()) if path.exists() else []
     except OSError as error:
         raise UserError(f"run.dir {path} cannot be read: {error.strerror}") from None
-    return [name for name in present if name not in (LOCK, KEYS_FILE)]
+    return [name for name in present if name not in (LOCK, KEYS_FILE, RUN_ID)]
 
 
 def _refuse_strangers(path: Path, present: Sequence[str]) -> None:

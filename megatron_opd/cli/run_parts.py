@@ -14,6 +14,7 @@ from rich.console import Console
 
 from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.cli.checkpoints import Checkpoints
+from megatron_opd.cli.claimant import claimant_of
 from megatron_opd.cli.data_workers import DataWorkers
 from megatron_opd.cli.elastic import Elastic
 from megatron_opd.cli.ends import Ends
@@ -70,6 +71,7 @@ class RunParts:
         config = self.config = machines.config
         self.machines, self.prepared, self.admission = machines, prepared, admission
         self.run_dir = RunDir(config.run.dir)
+        self.claimant = claimant_of("run", config.run.dir)
         self.opened = False  # whether the directory is this run's
         self.roles, self.console = tuple(roles), console
         kept = admission.keys.servers
@@ -131,6 +133,7 @@ class RunParts:
             self.run_dir = reopen_run_dir(self.config, updates, changes, rows)
         self.opened = True
         write_synced(self.run_dir.template, json.dumps(self.prepared.template.as_json()))
+        self.claimant.keep(self.run_dir.path)
 
     def _used(self, role: Role) -> bool:
         """Return whether an earlier controller of this run used the role's servers."""

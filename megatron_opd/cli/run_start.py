@@ -70,7 +70,7 @@ class RunStart(RunParts):
 
     async def _join(self, role: Role, fleet: Fleet, wait_s: float = 0.0) -> None:
         vocab_size, used = self.prepared.vocab_sizes[role], self._used(role)
-        await join_role(self.config, role, fleet, vocab_size, wait_s, used=used)
+        await join_role(self.config, role, fleet, vocab_size, self.claimant, wait_s, used=used)
 
     async def _start_workers(self) -> None:
         """Start the data workers, if there are to be any, and wait for them."""

@@ -119,6 +119,7 @@ def server_processes(
             make_spec(config, role, port, index, section.model, placement.visible(role, index)),
             logs / f"{log_name(role)}-{index}.log",
             api_key,
+            f"{role}.base_port",
         )
         for index, port in enumerate(server_ports(section, role))
     ]

@@ -19,6 +19,7 @@ from rich.console import Console
 
 from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import RunDirHeld, RunLock
+from megatron_opd.cli.claimant import claimant_of
 from megatron_opd.cli.ends import Ends
 from megatron_opd.cli.errors import UserError, kept_traceback
 from megatron_opd.cli.joining import all_of
@@ -142,6 +143,8 @@ class SiteRun:
         await asyncio.gather(*(fleet.close() for fleet in self._fleets.values()))
 
     async def _run(self, keys: SiteKeys, logs: Path, counts: Path) -> None:
+        self._claimant = claimant_of(f"opd site {self._name} in", counts.parent)
+        self._claimant.keep(counts.parent)
         await self._start(logs)
         supervisor = Supervisor(
             self._config, self._fleets, self._processes, self._take_in, self._say
@@ -219,7 +222,8 @@ class SiteRun:
             section = section_of(config, role)
             urls = section.urls or tuple(server.url for server in started[role])
             fleet = self._fleets[role] = make_fleet(section, urls, keys[role])
-            await join_role(config, role, fleet, self._models.models[role].vocab_size)
+            size = self._models.models[role].vocab_size
+            await join_role(config, role, fleet, size, self._claimant)
 
     async def _ports_are_free(self) -> None:
         """Wait, not for long, for the servers of a process of this site that was killed to end."""
@@ -239,7 +243,9 @@ class SiteRun:
     async def _take_in(self, role: Role, url: str) -> ServerClient:
         """Let a server in that was lost. BridgeError, UserError: it is not what it was."""
         vocab_size, key = self._models.models[role].vocab_size, self._keys[role]
-        return await take_in(self._config, role, self._fleets[role], url, key, vocab_size)
+        return await take_in(
+            self._config, role, self._fleets[role], url, key, vocab_size, self._claimant
+        )
 
     def _say(self, *lines: str) -> None:
         for line in lines:

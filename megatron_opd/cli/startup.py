@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 
+from megatron_opd.cli.claimant import Claimant
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.joining import Part, all_of, answers
@@ -39,18 +40,19 @@ async def join_role(
     role: Role,
     fleet: Fleet,
     vocab_size: int,
+    claimant: Claimant,
     wait_s: float = 0.0,
     *,
     used: bool = False,
 ) -> None:
-    """Ask a role's servers what they are; those started elsewhere may be another model's.
+    """Ask a role's servers what they are, and claim them; those elsewhere may be another model's.
 
-    wait_s: how long they may take to answer at all. used: they may hold any version, as an earlier
-    controller of this run left them.
+    claimant: the run. wait_s: how long they may take to answer at all. used: they may hold any
+    version, as an earlier controller of this run left them.
     """
     section = section_of(config, role)
     try:
-        infos = await answers(fleet, wait_s, used=used)
+        infos = await answers(fleet, wait_s, used=used, claim=claimant.claim(role))
     except BridgeError as error:
         if not section.urls:
             raise
@@ -68,17 +70,20 @@ async def take_in(
     url: str,
     api_key: str | None,
     vocab_size: int,
+    claimant: Claimant,
     suits: Callable[[ServerClient, ServerInfo], Awaitable[None]] | None = None,
 ) -> ServerClient:
     """Add a server to its fleet: one that came back, or, with `suits`, one that is new to the run.
 
-    suits: raises for a new server that the run cannot use, whose weights are those it started with.
-    Returns its client. BridgeError, UserError: it is not what the role needs.
+    claimant: the run. suits: raises for a new server that the run cannot use, whose weights are
+    those it started with. Returns its client. BridgeError, UserError: it is not what the role
+    needs.
     """
     section, new = section_of(config, role), suits is not None
     client = make_client(section, url, api_key)
     try:
         info = await client.info()
+        await client.claim(claimant.claim(role))
         deterministic = config.run.deterministic
         check_served(role, info, section, vocab_size, deterministic=deterministic, fresh=new)
         if suits is not None:

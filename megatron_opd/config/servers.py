@@ -34,7 +34,7 @@ class ServerConfig(Section):
     requests at once and take that many times the memory."""
     urls: Texts = ()
     """Base URLs of servers that were started elsewhere, http(s)://HOST:PORT; then none are started
-    here."""
+    here. A student's are one run's at a time, a teacher's may be shared by many runs."""
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     """Name of the environment variable that holds the servers' API key, sent with every request and
     given to servers started by `opd serve`; null: servers that `opd run` starts get a random key
@@ -44,7 +44,8 @@ class ServerConfig(Section):
     """Host name or IPv4 address on which the servers listen. Any address but 127.0.0.1 lets other
     machines reach them: `opd serve` then needs api_key_env, or security.insecure."""
     base_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """First port: server i listens on base_port + i; 0 picks free ports."""
+    """First port: server i listens on base_port + i; 0 picks free ports. A port that something else
+    has, such as another run's server, ends the start."""
     dtype: Dtype = "bfloat16"
     """Number format of weights and KV cache in the servers. float32 takes twice the memory of
     bfloat16 and is slower, and brings sampler and learner closer."""

@@ -34,7 +34,7 @@ class Server(Protocol):
         ...
 
     def wait_ready(self, timeout_s: float) -> None:
-        """Return once it answers. ServerDied: it ended first, or took longer."""
+        """Return once it answers. ServerDied: it ended, or took longer. PortInUse: as above."""
         ...
 
     def exit_code(self) -> int | None:

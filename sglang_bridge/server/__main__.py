@@ -24,6 +24,7 @@ from sglang_bridge.server.spec import (
     API_KEY_VARIABLE,
     FILES_VARIABLE,
     MEMORY_FLAGS,
+    NONCE_VARIABLE,
     PARENT_VARIABLE,
 )
 
@@ -136,6 +137,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     parent = os.environ.pop(PARENT_VARIABLE, None)
     api_key = os.environ.pop(API_KEY_VARIABLE, None)  # no child needs it
+    nonce = os.environ.pop(NONCE_VARIABLE, None)
     # a server started by hand removes its files itself
     own_files = os.environ.pop(FILES_VARIABLE, None) or files.make()
     if parent is not None:
@@ -148,7 +150,7 @@ def main() -> None:
     if not cuda:
         freed.give_back_freed()
         offer_standins()
-    from sglang_bridge.server import auth, compat, connections, front, gates
+    from sglang_bridge.server import auth, compat, connections, front, gates, owner
 
     compat.require_supported_version()
     if model is not None and (names := architectures.unneeded(Path(model), sys.argv[1:])):
@@ -162,6 +164,7 @@ def main() -> None:
     targets = (*compat.TARGETS, *compat.GATE_TARGETS) if gates.kept() else compat.TARGETS
     compat.require_hooks_in_place(targets)
     front.add_work_route()
+    owner.add_owner_routes(nonce)
     compat.hide_keys()
     compat.keep_files_in(own_files)
     if not cuda:

@@ -12,13 +12,14 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+from sglang_bridge import wire
 from sglang_bridge.refusals import Refusals
 
 logger = logging.getLogger(__name__)
 
 ADMITTED = "sglang_bridge.admitted"
 """Set in the scope of a request that came with the key."""
-OPEN = frozenset({"/health", "/ready", "/metrics", "/metrics/"})
+OPEN = frozenset({"/health", "/ready", "/metrics", "/metrics/", wire.PROOF_ROUTE})
 PROBES = frozenset({"GET", "HEAD"})
 _BODY = b'{"error":"Unauthorized"}'
 _HEADERS = [(b"content-type", b"application/json"), (b"connection", b"close")]

@@ -14,7 +14,7 @@ import importlib
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, Literal
@@ -221,7 +221,21 @@ def add_route(
             return http_server._create_error_response(error)
         return Response(encode(answer), media_type=media_type)
 
-    http_server.app.router.add_route(path, generate, methods=["POST"])
+    add_own_route(path, generate, "POST")
+
+
+def add_own_route(path: str, answer: Callable[[Any], Awaitable[Any]], method: str) -> None:
+    """Adds a route; call in the process that serves HTTP, before run_server()."""
+    from sglang.srt.entrypoints import http_server
+
+    http_server.app.router.add_route(path, answer, methods=[method])
+
+
+def reply(text: str, status: int) -> Any:
+    """Returns an answer of plain text."""
+    from starlette.responses import PlainTextResponse
+
+    return PlainTextResponse(text, status_code=status)
 
 
 # ---------------------------------------------------------------- process-wide state

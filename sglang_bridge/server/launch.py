@@ -9,27 +9,39 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import hmac
+import http.client
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import time
 import urllib.error
+import urllib.parse
 import urllib.request
 from pathlib import Path
 
+from sglang_bridge import wire
 from sglang_bridge.errors import ModelRefused, PortInUse, ServerDied
+from sglang_bridge.proof import new_nonce, proof
 from sglang_bridge.server import files
 from sglang_bridge.server.spec import REFUSED, ServerSpec, server_command, server_env
 from sglang_bridge.server.workers import group_states, process_group
 
 POLL_S = 0.2
+ANSWER_S = 2.0
+MOST_ANSWER, OK = 1000, 200
+IN_USE = "address already in use"
 # Environment proxies are for the outside world, not for our own servers.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def check_port(host: str, port: int) -> None:
-    """Raises PortInUse when `port` of `host` is taken, OSError when it cannot be bound at all."""
+def check_port(host: str, port: int, key: str | None = None) -> None:
+    """Raises PortInUse when `port` of `host` is taken, OSError when it cannot be bound at all.
+
+    key: what chose the port.
+    """
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
         # What the server's own listener sets: a port in TIME_WAIT counts as free.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -38,7 +50,7 @@ def check_port(host: str, port: int) -> None:
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise  # no address of this machine, or a port of the system's
-            raise PortInUse(host, port) from error
+            raise PortInUse(host, port, key) from error
 
 
 def last_lines(path: Path, count: int = 20) -> str:
@@ -71,27 +83,68 @@ def next_log(path: Path) -> Path:
     return path.with_name(f"{name}.restart{int(*number) + 1}.log")
 
 
-def is_ready(url: str) -> bool:
-    """Returns whether a server answers requests; it has then generated a token for itself."""
+class Readiness:
+    """Asks whether the server that was started with a nonce answers at its address.
+
+    key: what chose the port.
+    """
+
+    def __init__(self, host: str, port: int, nonce: str, key: str) -> None:
+        self._url, self._nonce = f"http://{host}:{port}", nonce
+        self._taken = PortInUse(host, port, key)
+
+    def reached(self) -> bool:
+        """Returns whether it answers requests; it has then generated a token for itself.
+
+        PortInUse: another server answers there, as another run's does with the same port.
+        """
+        ready = _answer(f"{self._url}/ready")
+        if ready is None or ready[0] != OK:
+            return False
+        challenge = secrets.token_hex(16)
+        said = _answer(f"{self._url}{wire.PROOF_ROUTE}?{wire.CHALLENGE}={challenge}")
+        if said is None:
+            return False
+        if not hmac.compare_digest(said[1], proof(self._nonce, challenge).encode()):
+            raise self._taken
+        return True
+
+    def require_port(self, log: Path) -> None:
+        """Raises PortInUse if a server that has ended could not listen there, as its log tells."""
+        parts = urllib.parse.urlsplit(self._url)
+        if IN_USE not in last_lines(log).lower():
+            return
+        with contextlib.suppress(OSError):  # whatever was there has ended too
+            socket.create_connection((parts.hostname, parts.port), timeout=ANSWER_S).close()
+            raise self._taken
+
+
+def _answer(url: str) -> tuple[int, bytes] | None:
+    """Returns status and body, the latter as far as a proof is long; None: no answer came."""
     try:
-        with _OPENER.open(f"{url}/ready", timeout=2) as reply:
-            return reply.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
+        with _OPENER.open(url, timeout=ANSWER_S) as reply:
+            return reply.status, reply.read(MOST_ANSWER)
+    except urllib.error.HTTPError as error:
+        return error.code, b""
+    except (OSError, http.client.HTTPException):
+        return None
 
 
 class ServerProcess:
     """Runs one SGLang server. Not thread-safe; any one thread may call any method.
 
     log_path: receives the server's standard output and error. api_key: what every request to the
-    server must bring, except those that ask whether it is there. files: the directory of the
-    server's own files, which `stop` removes.
+    server must bring, except those that ask whether it is there. key: what chose the port. files:
+    the directory of the server's own files, which `stop` removes.
     """
 
-    def __init__(self, spec: ServerSpec, log_path: Path, api_key: str | None = None) -> None:
-        self.spec = spec
+    def __init__(
+        self, spec: ServerSpec, log_path: Path, api_key: str | None = None, key: str = "port"
+    ) -> None:
+        self.spec, self._key = spec, key
         self.log_path = log_path
         self._api_key = api_key
+        self._nonce = new_nonce()
         self._process: subprocess.Popen[bytes] | None = None
         self.files: str | None = None
         self._cause: str | None = None
@@ -99,7 +152,7 @@ class ServerProcess:
 
     def again(self) -> ServerProcess:
         """Returns another process like this one, not started, which writes a log of its own."""
-        return ServerProcess(self.spec, next_log(self.log_path), self._api_key)
+        return ServerProcess(self.spec, next_log(self.log_path), self._api_key, self._key)
 
     @property
     def url(self) -> str:
@@ -120,13 +173,15 @@ class ServerProcess:
         """Starts the process. Raises PortInUse at once when something listens on the port."""
         if self._process is not None:
             raise RuntimeError(f"the server on port {self.spec.port} was already started")
-        check_port(self.spec.host, self.spec.port)
+        check_port(self.spec.host, self.spec.port, self._key)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.files = files.make()
         with self.log_path.open("wb") as log:
             self._process = subprocess.Popen(
                 server_command(self.spec),
-                env=server_env(self.spec, api_key=self._api_key, files=self.files),
+                env=server_env(
+                    self.spec, api_key=self._api_key, files=self.files, nonce=self._nonce
+                ),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -149,16 +204,23 @@ class ServerProcess:
         """Returns once the server answers requests; it has then generated a token for itself.
 
         Raises ServerDied, with the log's last lines, if it ends first or is not ready in
-        `timeout_s`; in either case nothing is left running.
+        `timeout_s`, PortInUse if something else has its port; in each case nothing is left running.
         """
         assert self._process is not None, "start() comes first"
+        readiness = Readiness(self.spec.host, self.spec.port, self._nonce, self._key)
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             status = self._process.poll()
             if status is not None:
                 self.stop(grace_s=0)
+                readiness.require_port(self.log_path)
                 raise self._ended(f"ended with status {status} during start-up")
-            if is_ready(self.url):
+            try:
+                ready = readiness.reached()
+            except PortInUse:
+                self.stop(grace_s=0)
+                raise
+            if ready:
                 self._pids.update(process_group(self._process.pid))
                 return
             time.sleep(POLL_S)

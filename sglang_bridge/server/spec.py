@@ -17,6 +17,7 @@ PARENT_VARIABLE = "SGLANG_BRIDGE_PARENT"
 # never on a command line: every user of a machine reads those
 API_KEY_VARIABLE = "SGLANG_BRIDGE_API_KEY"
 FILES_VARIABLE = "SGLANG_BRIDGE_FILES"
+NONCE_VARIABLE = "SGLANG_BRIDGE_NONCE"
 QUANTIZATION_VARIABLE = "SGLANG_BRIDGE_QUANTIZATION"
 GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
 WEIGHTS_DIR_VARIABLE = "SGLANG_BRIDGE_WEIGHTS_DIR"
@@ -140,15 +141,18 @@ def server_env(
     *,
     api_key: str | None = None,
     files: str | None = None,
+    nonce: str | None = None,
 ) -> dict[str, str]:
     """Returns the environment: `base` (default: this process's) and what the server needs.
 
     api_key: what every request must bring. files: a directory for the server's own files.
+    nonce: by which it proves that it is the one that was started.
     """
     env = dict(os.environ if base is None else base)
     given = {
         API_KEY_VARIABLE: api_key,
         FILES_VARIABLE: files,
+        NONCE_VARIABLE: nonce,
         QUANTIZATION_VARIABLE: spec.quantization,
         WEIGHTS_DIR_VARIABLE: spec.weights_dir,
         GATES_VARIABLE: "1" if spec.routed_gates else None,

@@ -34,6 +34,7 @@ from megatron_opd.sim.clock import run_virtual
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.lifetime import EXIT_LOST
 from megatron_opd.transport.zmq import Admission, LearnerError
+from sglang_bridge.claims import Claim
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.protocol import (
     DrawCache,
@@ -174,6 +175,7 @@ class Client:
         self.url, self.closed, self.known_version = url, False, 0
         info = ServerInfo(url, "elsewhere", vocab_size, 2048, 1, 1, 0, section.dtype, 9999, False)
         self._info = info
+        self.claims: list[Claim] = []
         script.clients.append(self)
 
     async def _done(self, *_: object, **__: object) -> None:
@@ -191,6 +193,10 @@ class Client:
 
     async def alive(self) -> bool:
         return True
+
+    async def claim(self, claim: Claim) -> None:
+        await asyncio.sleep(0.1)
+        self.claims.append(claim)
 
     async def close(self) -> None:
         self.closed = True

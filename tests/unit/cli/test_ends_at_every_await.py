@@ -237,6 +237,10 @@ def test_every_await_is_reached(stage: Stage):
         outcome = stage.play(name)
         assert outcome.ended is None, (name, outcome.said, outcome.ended)
         assert (outcome.cause, outcome.left) == (None, [])
+        claims = [claim for client in stage.script.clients for claim in client.claims]
+        assert len(claims) == len(stage.script.clients), "each server is claimed once"
+        assert len({claim.run for claim in claims}) == bool(claims)
+        assert [claim.writes for claim in claims].count(True) == bool(claims), "the student's"
         reached |= stage.faults.reached
     missed = [str(place) for place in stage.places if place not in reached]
     assert not missed, "no scene reaches these awaits: add one, or say why they are none"

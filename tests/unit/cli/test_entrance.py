@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_opd.cli import entrance
+from megatron_opd.cli.claimant import Claimant
 from megatron_opd.cli.entrance import Entrance
 from megatron_opd.cli.errors import UserError
 from tests.support.config_files import minimal
@@ -21,7 +22,7 @@ def test_a_server_that_joined_is_never_shown_the_random_key(
     asked: list[tuple[str, str | None, bool]] = []
 
     async def take_in(
-        config: Any, role: str, fleet: Any, url: str, key: Any, vocab: int, suits: Any
+        config: Any, role: str, fleet: Any, url: str, key: Any, vocab: int, _: Any, suits: Any
     ) -> Any:
         asked.append((url, key, suits is not None))
 
@@ -30,7 +31,7 @@ def test_a_server_that_joined_is_never_shown_the_random_key(
     config = minimal(student={"model": "s", "api_key_env": named})
     prepared: Any = SimpleNamespace(vocab_sizes={"student": 9})
     fleets: Any = {"student": None}
-    door = Entrance(config, prepared, fleets, {"student": "random"})
+    door = Entrance(config, prepared, fleets, Claimant("run"), {"student": "random"})
 
     async def scenario() -> None:
         await door.back("student", OURS)
@@ -54,7 +55,7 @@ def test_a_server_elsewhere_without_a_key_does_not_join(monkeypatch: pytest.Monk
 
     def door(*, insecure: bool) -> Entrance:
         config = minimal(security={"insecure": insecure})
-        return Entrance(config, prepared, fleets, {"student": "random"})
+        return Entrance(config, prepared, fleets, Claimant("run"), {"student": "random"})
 
     with pytest.raises(UserError, match=r"student\.api_key_env must name .* http://10\.0\.0\.7:1"):
         asyncio.run(door(insecure=False).new("student", "http://10.0.0.7:1"))

@@ -19,7 +19,7 @@ class Starting:
     def __init__(self, *outcomes: Exception | None) -> None:
         self.outcomes = list(outcomes)
 
-    async def start(self, *, used: bool) -> tuple[str, ...]:
+    async def start(self, *, used: bool, claim: None) -> tuple[str, ...]:
         outcome = self.outcomes.pop(0)
         if outcome is not None:
             raise outcome

@@ -8,15 +8,19 @@ import pytest
 
 from megatron_opd.cli.remote import RemoteLearner, RemoteServer
 from megatron_opd.launch.launcher import CannotPlace, Need, Place, ProcessSpec
-from sglang_bridge.errors import ServerDied
+from sglang_bridge.errors import PortInUse, ServerDied
 from tests.support.launching import Cluster
 
 ANSWERS = """
-import http.server, sys
+import http.server, os, sys
+from sglang_bridge.proof import proof
+nonce = os.environ["SGLANG_BRIDGE_NONCE"]
 class Handler(http.server.BaseHTTPRequestHandler):
     def do_GET(self):
-        self.send_response(200 if self.path == "/ready" else 404)
+        path, _, challenge = self.path.partition("?challenge=")
+        self.send_response(200 if path in ("/ready", "/ready/proof") else 404)
         self.end_headers()
+        self.wfile.write(proof(nonce, challenge).encode())
 print("serving", flush=True)
 http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
 """
@@ -66,6 +70,22 @@ def test_a_server_s_life_and_its_next(cluster: Cluster, tmp_path: Path):
     cluster.lost = {"n0", "n1"}
     with pytest.raises(CannotPlace, match="none left"):
         other.again()
+
+
+def test_another_server_at_its_port_is_not_taken_for_it(cluster: Cluster, tmp_path: Path):
+    """That of a run that was started with the same ports, a moment before."""
+    said: list[str] = []
+    one = server(cluster, tmp_path, ANSWERS, said)
+    late = RemoteServer(
+        cluster, one.place, one.make, tmp_path / "late.log", said.append, "student.base_port"
+    )
+    one.start()
+    one.wait_ready(20)
+    late.start()
+    with pytest.raises(PortInUse, match=rf"^student.base_port: port {one.place.port} is in use on"):
+        late.wait_ready(20)
+    assert late.exit_code() is not None
+    one.wait_ready(20)
 
 
 def test_a_server_that_ends_at_once_shows_its_log(cluster: Cluster, tmp_path: Path):

@@ -6,8 +6,12 @@ import socket
 import stat
 import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -19,6 +23,7 @@ from sglang_bridge.errors import PortInUse, ServerDied
 from sglang_bridge.http import KEEPALIVE_S
 from sglang_bridge.listening import interface_of
 from sglang_bridge.ports import free_port
+from sglang_bridge.proof import proof
 from sglang_bridge.server import files, launch
 from sglang_bridge.server.__main__ import arguments_for_device
 from sglang_bridge.server.launch import ServerProcess, running_states
@@ -143,6 +148,89 @@ def test_a_busy_port_is_named(tmp_path: Path):
         with pytest.raises(PortInUse, match=f"port {port} is in use"):
             process.start()
     assert process.pid is None
+
+
+IN_USE_LINE = "ERROR: [Errno 98] bind on ('127.0.0.1', 1): [errno 98] address already in use"
+"""As the HTTP server of SGLang's logs it."""
+
+
+@contextmanager
+def serving(port: int, answer: Callable[[str], bytes | None]) -> Iterator[None]:
+    """Somebody else's server: `answer` of a path is its body, None is 404."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = answer(self.path)
+            self.send_response(404 if body is None else 200)
+            self.end_headers()
+            self.wfile.write(body or b"")
+
+        def log_message(self, *_: object) -> None:
+            """It keeps none."""
+
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def proven(nonce: str, path: str) -> bytes:
+    return proof(nonce, path.partition("challenge=")[2]).encode()
+
+
+@pytest.mark.parametrize(
+    ("answer", "ends"),
+    [
+        (lambda path: proven("another run's", path), False),
+        (lambda path: b"<html>sign in</html>", False),
+        (lambda path: b"" if path == "/ready" else None, False),
+        (lambda path: b"x" * 10_000_000, False),
+        (lambda path: None, True),
+    ],
+)
+def test_what_answers_in_its_place_is_not_taken_for_it(
+    answer: Callable[[str], bytes | None],
+    ends: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Two runs with one base_port: the other's server was the first to listen.
+
+    ends: as its port is taken before the other answers anything.
+    """
+    script = f"print({IN_USE_LINE!r})" if ends else "import time; time.sleep(600)"
+    monkeypatch.setattr(launch, "server_command", lambda spec: [sys.executable, "-c", script])
+    process = ServerProcess(spec(), tmp_path / "log", None, "teachers.math.base_port")
+    process.start()
+    port = process.spec.port
+    told = rf"^teachers.math.base_port: port {port} is in use on 127.0.0.1 by something else"
+    try:
+        with serving(port, answer), pytest.raises(PortInUse, match=told):
+            process.wait_ready(30)
+        assert not process.is_running()
+    finally:
+        process.stop(0)
+
+
+def test_the_server_that_was_started_proves_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    script = "import os, sys, time; print(os.environ['SGLANG_BRIDGE_NONCE']); sys.stdout.flush()"
+    command = [sys.executable, "-c", f"{script}; time.sleep(600)"]
+    monkeypatch.setattr(launch, "server_command", lambda spec: command)
+    process = ServerProcess(spec(), tmp_path / "log")
+    process.start()
+    try:
+        while not (nonce := process.log_path.read_text().strip()):
+            time.sleep(0.05)
+        assert not any(nonce in word for word in psutil.Process(process.pid).cmdline())
+        with serving(process.spec.port, lambda path: proven(nonce, path)):
+            process.wait_ready(30)
+            assert process.is_running()
+    finally:
+        process.stop(0)
 
 
 def start_script(monkeypatch: pytest.MonkeyPatch, log: Path, script: str) -> ServerProcess:
