@@ -16,6 +16,7 @@ from megatron_opd.controller.health import EngineLost, WatchedProcess
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.teacher.scorer import FleetScorer
 from megatron_opd.types import VersionSpan
+from sglang_bridge.claims import ClaimRefused
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerDied, ServerUnreachable
 from sglang_bridge.fleet import Fleet
@@ -30,7 +31,7 @@ class Machine:
     """Servers and their processes. exits: the exit code of each that ended.
 
     refuses: how often each cannot be started. elsewhere: those that are no processes of ours.
-    moves: where each is started again.
+    moves: where each is started again. claimed: those that are another run's by now.
     """
 
     def __init__(self, **student: Any) -> None:
@@ -39,6 +40,7 @@ class Machine:
         self.moves: dict[str, str] = {}
         self.elsewhere: set[str] = set()
         self.silent: set[str] = set()
+        self.claimed: set[str] = set()
         self.log: list[tuple[float, str]] = []
         self.said: list[str] = []
         run, urls = student.pop("run", {}), student.pop("servers", (A, B, C))
@@ -69,6 +71,8 @@ class Machine:
 
         async def alive() -> bool:
             await asyncio.sleep(0)
+            if url in self.claimed:
+                raise ClaimRefused(f"{url}: run /b writes its weights into this server")
             return url not in self.silent
 
         client.alive = alive  # type: ignore[method-assign]
@@ -134,6 +138,21 @@ def test_a_server_that_ended_is_started_again_and_taken_in():
     assert lost == f"student server {B} is lost, the run goes on with 2: {ended}"
     assert back == f"student server {B} is back after 11 s"
     assert [what for _, what in machine.log] == [f"discard {B}", f"start {B}"]
+
+
+def test_a_server_that_is_another_run_s_by_now_ends_this_run():
+    """It does not go on with the others: what it sent meanwhile may be of the other's weights."""
+    machine = Machine()
+
+    async def scenario() -> None:
+        await asyncio.sleep(5)
+        machine.claimed.add(B)
+        await asyncio.sleep(4)
+
+    error = machine.watch(scenario)
+    assert isinstance(error, ClaimRefused)
+    assert str(error) == f"{B}: run /b writes its weights into this server"
+    assert machine.log == []
 
 
 def test_a_server_whose_requests_make_no_progress_is_lost_though_it_says_that_it_is_alive():

@@ -7,11 +7,15 @@ from typing import Any
 
 import msgspec
 import pytest
+from aiohttp import web
 
 from megatron_opd.sim.clock import run_virtual
+from sglang_bridge import claims, wire
 from sglang_bridge.claims import LEASE_S, RENEW_S, Claim, ClaimRefused, ClaimStep, Lease
+from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerRefused, ServerUnreachable
 from sglang_bridge.server.owner import Claims
+from tests.support.bridge_replies import FakeServer, answering
 
 URL = "http://h:1"
 FIRST, SECOND = (Claim(name, "p", f"run /{name}", True) for name in ("a", "b"))
@@ -109,3 +113,27 @@ def test_another_answer_is_told_as_it_is():
             await Lease(URL, refuses).take(FIRST)
 
     run_virtual(main())
+
+
+def test_a_client_whose_claim_is_lost_says_so_when_its_server_is_watched(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.setattr(claims, "RENEW_S", 0.01)
+    granted = [False, True]  # the last one first
+
+    async def claim(request: web.Request) -> web.Response:
+        return web.Response() if granted.pop() else web.Response(status=409, text="run /b has it")
+
+    async def watch(client: ServerClient) -> None:
+        while True:
+            assert await client.alive()
+            await asyncio.sleep(0.01)
+
+    async def main() -> None:
+        routes = {wire.CLAIM_ROUTE: claim, "/model_info": answering({})}
+        async with FakeServer(routes) as server, ServerClient(server.url, timeout_s=5) as client:
+            await client.claim(FIRST)
+            with pytest.raises(ClaimRefused, match=r"^http://127.0.0.1:\d+: run /b has it$"):
+                await asyncio.wait_for(watch(client), 10)
+
+    asyncio.run(main())
