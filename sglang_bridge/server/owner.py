@@ -72,6 +72,14 @@ def _told(held: Claim, silent_s: float) -> str:
     )
 
 
+def read_step(body: bytes) -> ClaimStep:
+    """Returns what a run asks. ValueError: nothing of that kind, in one line."""
+    try:
+        return msgspec.json.decode(body, type=ClaimStep)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ValueError(f"no claim: {one_line(str(error))}") from None
+
+
 def add_owner_routes(nonce: str | None) -> None:
     """Lets this server prove which start it is of, and be claimed. nonce: None: of none of ours."""
     claims = Claims()
@@ -88,9 +96,9 @@ def add_owner_routes(nonce: str | None) -> None:
             if len(body) > MOST_BYTES:
                 return compat.reply(f"a body of more than {MOST_BYTES} bytes", 413)
         try:
-            asked = msgspec.json.decode(bytes(body), type=ClaimStep)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            return compat.reply(one_line(str(error)), 400)
+            asked = read_step(bytes(body))
+        except ValueError as error:
+            return compat.reply(str(error), 400)
         refused = claims.refusal(asked.claim, asked.step)
         return compat.reply(refused or "", 200 if refused is None else CONFLICT)
 
