@@ -99,7 +99,8 @@ async def _check_teacher(
     """Let it score its own samples, and compare its weights with a server's that is there."""
     names = teacher_roles(config)
     asked = {name: [client] if of == role else [] for name, of in names.items()}
-    await check_teachers(config, prepared, asked)
+    # its weights are compared with a server's that is there, below
+    await check_teachers(config, prepared, asked, second=False)
     for other in fleet.clients[:1]:
         ours, theirs = await client.weight_digests(), await other.weight_digests()
         known = {_slice(piece): piece.digest for piece in theirs}

@@ -177,7 +177,8 @@ class PipelineRun(RunUpdates):
         if all(role in fleets for role in teacher_roles(config).values()):
             asked = {name: fleets[role].clients for name, role in teacher_roles(config).items()}
             checks = check_teachers(config, self.prepared, asked)
-            self._say(*await while_alive(guard, checks))
+            self.teacher_checks = await while_alive(guard, checks)
+            self._say(*self.teacher_checks)
         if not self.opened:
             self._open_run_dir()
         if self.resumed is None and not config.sites.members:

@@ -102,6 +102,7 @@ class RunParts:
         self.sites: SitesOfRun | None = None
         self.restarts: LearnerRestarts | None = None
         self.rolled_back = 0
+        self.teacher_checks: list[str] = []
         self.workers: DataWorkers | None = None
         self.stopping = Stopping(config.checkpoint.grace_s, self._say)
         self.started_s = time.monotonic()
@@ -178,6 +179,7 @@ class RunParts:
         bound = staleness_bound(self.config)
         summary |= summarise(self.totals, accounting, wall_s, bound)
         summary |= self.evaluations.summary(accounting.updates)
+        summary["teacher_checks"] = self.teacher_checks
         summary["resumed_at_updates"] = self._resumed_at()
         summary["resumed_with_changes"] = self._changes()
         supervisor = self.supervisor

@@ -47,7 +47,7 @@ def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
     """
     try:
         tensors = stored_tensors(path)
-        if not _is_quantised(path):
+        if not is_quantised(path):
             check_complete(tensors, spec, path)
             return
         owners = {each.rpartition(".")[0] for each in tensors} | tensors.keys()
@@ -63,7 +63,7 @@ def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
 
 def unread_note(path: Path, key: str, spec: ModelSpec) -> str | None:
     """Return a line that names the tensors that no process reads; None: there are none."""
-    if not has_weights(path) or _is_quantised(path):
+    if not has_weights(path) or is_quantised(path):
         return None
     unread = unread_tensors(stored_tensors(path), spec)
     if not unread:
@@ -71,7 +71,7 @@ def unread_note(path: Path, key: str, spec: ModelSpec) -> str | None:
     return f"{key}: {path} holds {some(unread)}, which nothing reads and no export will hold"
 
 
-def _is_quantised(path: Path) -> bool:
+def is_quantised(path: Path) -> bool:
     """Return whether the checkpoint's matrices are stored in a format of their own."""
     config = read_config(path / "config.json")
     described = any(config.get(key) for key in ("quantization_config", "compression_config"))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -22,22 +23,28 @@ from megatron_opd.learner.attention import Packing
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.model import build_model
 from megatron_opd.learner.world import init_world
+from megatron_opd.models.shards import TensorSource
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 
 NUM_TOKENS = 64
 
 
-def megatron_logits(path: Path, spec: ModelSpec, ids_1S: torch.Tensor) -> torch.Tensor:
-    """Return float32 [S, V] of one sequence, without the ids that pad the vocabulary."""
-    config = LearnerConfig.model_validate({"dtype": "float32"})
+def learner_logits(
+    source: TensorSource, spec: ModelSpec, sequences: Sequence[torch.Tensor], dtype: str
+) -> list[torch.Tensor]:
+    """Return [S, V] of each sequence [1, S], without the ids that pad the vocabulary."""
+    config = LearnerConfig.model_validate({"dtype": dtype})
     with cpu.install():
         world = init_world(config.parallel, seed=0, threads=None, timeout_s=600.0)
         (model,) = build_model(spec, world, config)
-        load_weights(model, spec, world, MegatronSource(path, spec))
-        packing = Packing.of((ids_1S.shape[1],), world.device)
-        with torch.no_grad():
-            logits_1SV = model(ids_1S.to(world.device), None, None, packed_seq_params=packing)
-        return logits_1SV[0, :, : spec.vocab_size].cpu()
+        load_weights(model, spec, world, source)
+        found: list[torch.Tensor] = []
+        for ids_1S in sequences:
+            packing = Packing.of((ids_1S.shape[1],), world.device)
+            with torch.no_grad():
+                logits_1SV = model(ids_1S.to(world.device), None, None, packed_seq_params=packing)
+            found.append(logits_1SV[0, :, : spec.vocab_size].cpu())
+        return found
 
 
 def transformers_logits(path: Path, ids_1S: torch.Tensor) -> torch.Tensor:
@@ -58,7 +65,8 @@ def main() -> int:
     spec = read_model_spec(arguments.hf)
     generator = torch.Generator().manual_seed(0)
     ids_1S = torch.randint(spec.vocab_size, (1, NUM_TOKENS), generator=generator)
-    ours = megatron_logits(arguments.megatron, spec, ids_1S)
+    source = MegatronSource(arguments.megatron, spec)
+    (ours,) = learner_logits(source, spec, [ids_1S], "float32")
     theirs = transformers_logits(arguments.hf, ids_1S)
     result = {
         "max_abs_logit_diff": float((ours - theirs).abs().max()),

@@ -5,7 +5,8 @@ log-probs that its decoding gives them; the same ids are then scored as the run 
 reads the response as a prompt. Both are log-probs of one model after the same prefixes, so they
 agree up to rounding. Scores that are shifted by a row, of other ids, of another prompt or made up
 do not agree; a uniform model agrees and is found by the distribution of its scores
-(metrics/teacher_health.py).
+(metrics/teacher_health.py). A model that is not the checkpoint's agrees with itself as well: a few
+short passages are for a forward pass of another program to score (cli/second_pass.py).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +34,10 @@ TOKENS = 16
 ATOMS = 8
 """Number of likeliest ids cached per token. A confident teacher gives each sampled token about 0,
 whatever the row; its unlikely ids tell the rows apart."""
+PASSAGES = 2
+"""Number of passages for another program to score."""
+PASSAGE_PROMPT = 48
+"""Largest number of prompt tokens of such a passage; what follows is left out of its prompt."""
 BOUNDS_NATS: Mapping[str, float] = {"float32": 1e-3, "bfloat16": 0.3}
 """Largest median difference in nats, by the server's dtype: far above rounding, far below wrong
 scores. It is the median because in bfloat16 single tokens differ by 0.5 nats where experts flip
@@ -62,7 +68,8 @@ class Probe:
     """Compares what a server sampled with how it scores its own samples.
 
     gap_nats: median of abs(sampled - scored) over the cached ids; worst_nats: the largest. shape:
-    of the sampled tokens' scores. temperature: of both.
+    of the sampled tokens' scores. temperature: of both. passages: a few of the answers, each behind
+    the beginning of its prompt.
     """
 
     temperature: float
@@ -71,17 +78,23 @@ class Probe:
     worst_nats: float
     num_ids: int
     shape: ScoreShape
+    passages: tuple[ScoreRequest, ...] = ()
 
     def problem(self, dtype: str, vocab_size: int) -> str | None:
         """Return what is wrong, in words, or None."""
-        # dividing logits by a small temperature multiplies their rounding
-        bound = BOUNDS_NATS[dtype] * max(1.0, 1.0 / self.temperature)
+        bound = bound_nats(dtype, self.temperature)
         if not self.gap_nats <= bound:
             return (
                 f"its scores differ from the log-probs it samples with by {self.gap_nats:.2g} nats "
                 f"(median of {self.num_ids} ids; {dtype} allows {bound:g})"
             )
         return score_problem(self.shape, vocab_size)
+
+
+def bound_nats(dtype: str, temperature: float) -> float:
+    """Return the largest median difference in nats of two passes of one model."""
+    # dividing logits by a small temperature multiplies their rounding
+    return BOUNDS_NATS[dtype] * max(1.0, 1.0 / temperature)
 
 
 async def probe(
@@ -100,6 +113,7 @@ async def probe(
     temperature: of the scores, and so of the sampling. name: makes request names unique. backoff:
     how often each request is tried. end_ids: the ids that end a response of the run.
     """
+    passages: dict[int, ScoreRequest] = {}
 
     async def one(index: int, prompt: Prompt) -> tuple[FloatArray, FloatArray, FloatArray]:
         """Return the log-probs [N] as sampled and as scored, and the path's scores [T]."""
@@ -121,14 +135,11 @@ async def probe(
         draws = reply.draws
         if draws is None:
             raise BadReply(f"{server.url}: request {name}-{index} came back without draws")
-        request = score_request(
-            f"{name}-{index}-score",
-            prompt.token_ids_P,
-            reply.output_ids_T,
-            draws,
-            temperature=temperature,
-            exact=True,
-        )
+        ask = partial(score_request, temperature=temperature, exact=True)
+        answer = reply.output_ids_T, draws
+        request = ask(f"{name}-{index}-score", prompt.token_ids_P, *answer)
+        beginning_P = prompt.token_ids_P[:PASSAGE_PROMPT]
+        passages[index] = ask(f"{name}-{index}-passage", beginning_P, *answer)
         scores = await retried(lambda _: server.score(request), backoff)
         return draws.sampler_logp_N, scores.logp_N, scores.logp_N[draws.path_T]
 
@@ -141,4 +152,5 @@ async def probe(
         worst_nats=float(gap_N.max()),
         num_ids=len(gap_N),
         shape=ScoreShape.of(path_T, vocab_size),
+        passages=tuple(passages[index] for index in range(len(prompts))[:PASSAGES]),
     )

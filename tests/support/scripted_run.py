@@ -20,10 +20,11 @@ import pytest
 from rich.console import Console
 
 from megatron_opd.checkpoint.run_lock import RunLock
-from megatron_opd.cli import run, run_start, run_updates, wiring
+from megatron_opd.cli import run, run_start, run_updates, teacher_guard, wiring
 from megatron_opd.cli.prepare import Prepared, prepare
 from megatron_opd.cli.resume import Resumption
 from megatron_opd.cli.roles import run_roles
+from megatron_opd.cli.second_pass import SecondPass
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.evaluation.progress import Progress
@@ -327,6 +328,11 @@ async def _inline(function: Callable[..., Any], *arguments: Any) -> Any:
     return function(*arguments)
 
 
+async def _second_pass(_: object, passages: Sequence[ScoreRequest]) -> SecondPass:
+    await asyncio.sleep(0.1)
+    return SecondPass("a script", logp=(np.zeros(3, np.float32),) * len(passages))
+
+
 def patched(patch: pytest.MonkeyPatch, script: Script, scene: Scene) -> None:
     """Put the script in the place of engines and processes."""
     vocab_size = scene.prepared.student.vocab_size
@@ -334,6 +340,7 @@ def patched(patch: pytest.MonkeyPatch, script: Script, scene: Scene) -> None:
     patch.setattr(run, "RemoteLearner", partial(Remote, script))
     patch.setattr(wiring, "make_client", partial(Client, script, vocab_size, scene.late))
     patch.setattr(run_start, "DataWorkers", partial(Workers, script))
+    patch.setattr(teacher_guard, "second_pass", _second_pass)
     kind = SimpleNamespace(fleet_part=Transport)
     patch.setattr(run_updates, "transport_kind", lambda _: kind)
     patch.setattr(run_updates, "make_controller", lambda *_, **__: Updates())

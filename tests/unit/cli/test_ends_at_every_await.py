@@ -52,7 +52,7 @@ MODULES = [
 ELSEWHERE = {
     "other commands": "data_worker evaluate mismatch_run site site_parts",
     "simulated": "simulation simulated_sites",
-    "replaced by the script": "data_workers sites_run verifiers wiring",
+    "replaced by the script": "data_workers second_pass sites_run verifiers wiring",
     "of a run under way": "elastic entrance fleet_desk fleet_file joiner supervisor",
     "of a learner that is lost": "learner_restart",
     "beside training, or after it": "best checkpoints work_watch",

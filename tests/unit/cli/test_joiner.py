@@ -152,7 +152,8 @@ def test_a_teacher_is_probed_as_before_the_run(
 ):
     asked: list[Any] = []
 
-    async def probe(config: Any, prepared: Any, servers: Any) -> list[str]:
+    async def probe(config: Any, prepared: Any, servers: Any, *, second: bool) -> list[str]:
+        assert not second
         asked.append(servers)
         raise UserError("teacher answers nonsense")
 

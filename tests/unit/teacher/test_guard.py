@@ -6,7 +6,7 @@ one table, and each kind of nonsense spoils the scores alone, or the table itsel
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +14,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megatron_opd.cli import teacher_guard
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.prepare import probes_of
+from megatron_opd.cli.second_pass import SecondPass
 from megatron_opd.cli.teacher_guard import check_teachers, make_teacher_watch
 from megatron_opd.config.schema import Config
 from megatron_opd.data.end_tokens import Ending
-from megatron_opd.teacher.guard import BOUNDS_NATS, Probe, probe
+from megatron_opd.teacher.guard import BOUNDS_NATS, PASSAGE_PROMPT, Probe, probe
 from sglang_bridge.errors import BadReply, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
 from sglang_bridge.retry import Backoff
@@ -208,13 +210,18 @@ def test_a_reply_without_draws_is_a_bad_reply():
 
 
 def checked(
-    tmp_path: Path, models: Path, scoring: dict[str, Any], *servers: Server, **more: Any
+    tmp_path: Path,
+    models: Path,
+    scoring: dict[str, Any],
+    *servers: Server,
+    second: bool = False,
+    **more: Any,
 ) -> list[str]:
     config = Config.model_validate(small_config(tmp_path, models) | {"scoring": scoring} | more)
     prepared: Any = SimpleNamespace(
         ending=Ending((1,)), vocab_sizes={"student": V, "teacher": V}, probes={"teacher": PROMPTS}
     )
-    return asyncio.run(check_teachers(config, prepared, {"teacher": servers}))
+    return asyncio.run(check_teachers(config, prepared, {"teacher": servers}, second=second))
 
 
 def test_refuse_warn_off(tmp_path: Path, models: Path):
@@ -293,3 +300,78 @@ def test_probes_are_a_teachers_own_prompts_and_as_many_as_wanted():
     prompts = [make_prompt(uid) for uid in range(3)]
     assert [prompt.uid for prompt in probes_of(prompts, "teacher")] == [0, 1, 2, 0, 1, 2, 0, 1]
     assert probes_of(prompts, "nobody") == probes_of(prompts, "teacher")
+
+
+# ------------------------------------------------------------ another program's forward pass
+
+
+def second_pass_with(monkeypatch: pytest.MonkeyPatch, logp: Rows, dtype: str) -> None:
+    """A program whose model is a table; it is asked for short passages."""
+
+    async def pass_of(_: Any, passages: Sequence[ScoreRequest]) -> SecondPass:
+        assert 1 <= len(passages) <= 2
+        assert all(each.num_prompt_tokens <= PASSAGE_PROMPT for each in passages)
+        scores = tuple(honest(logp, each) for each in passages)
+        return SecondPass("transformers", dtype=dtype, logp=scores)
+
+    monkeypatch.setattr(teacher_guard, "second_pass", pass_of)
+
+
+def test_a_server_of_other_weights_agrees_with_itself_alone(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As one that was started with memory in the place of a tensor."""
+    second_pass_with(monkeypatch, table(1, 2.0), "float32")
+    sound, other = Server(table(1, 2.0)), Server(table(2, 2.0))
+    other.url = "http://127.0.0.1:2"
+    first, agrees = checked(tmp_path, models, {}, sound, second=True)
+    assert first.startswith("teacher: scores agree with sampling")
+    assert agrees == "teacher: scores agree with transformers to 0.0e+00 nats (median)"
+    assert len(checked(tmp_path, models, {}, other)) == 1, "the first comparison does not see it"
+    with pytest.raises(UserError, match=other.url) as refusal:
+        checked(tmp_path, models, {}, sound, other, second=True)
+    for word in ("differ from those of transformers", "teacher.model", "scoring.guard"):
+        assert word in str(refusal.value)
+    warned = checked(tmp_path, models, {"guard": "warn"}, sound, other, second=True)
+    assert warned[1].startswith(f"warning: teacher at {other.url} answers nonsense")
+    assert checked(tmp_path, models, {"guard": "off"}, sound, other, second=True) == []
+
+
+@pytest.mark.parametrize(
+    ("dtype", "teacher", "allowed"),
+    [
+        ("float32", {}, False),
+        ("bfloat16", {}, True),
+        ("float32", {"extra_args": ["--quantization", "fp8"]}, True),
+        ("float32", {"extra_args": ["--kv-cache-dtype", "fp8_e4m3"]}, True),
+        ("float32", {"dtype": "bfloat16"}, True),
+    ],
+)
+def test_what_rounds_more_may_differ_more(
+    dtype: str,
+    teacher: dict[str, Any],
+    allowed: bool,
+    tmp_path: Path,
+    models: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def rounded(logp: Rows, request: ScoreRequest) -> Rows:
+        return honest(logp, request) + 0.05
+
+    second_pass_with(monkeypatch, table(1, 2.0), dtype)
+    server = Server(table(1, 2.0), rounded)
+    section = small_config(tmp_path, models)["teacher"] | {"dtype": "float32"} | teacher
+    warn = {"guard": "warn"}
+    lines = checked(tmp_path, models, warn, server, second=True, teacher=section)
+    assert lines[-1].startswith("warning:") != allowed
+
+
+def test_a_pass_that_there_is_not_is_said(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+):
+    async def none(*_: Any) -> SecondPass:
+        return SecondPass(None, "too large")
+
+    monkeypatch.setattr(teacher_guard, "second_pass", none)
+    lines = checked(tmp_path, models, {}, Server(table(2, 2.0)), second=True)
+    assert lines[1] == "teacher: scores compared with no other forward pass: too large"
