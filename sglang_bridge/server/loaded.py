@@ -31,6 +31,17 @@ logger = logging.getLogger(__name__)
 
 PATTERNS = {1: 0x7F, 2: 0x7FE5, 4: 0x7FE5A5A5, 8: 0x7FFDA5A5A5A5A5A5}
 """What each element holds at first, by its bytes: of floats, a NaN that no arithmetic makes."""
+OF_TYPE = {
+    # no symmetric quantisation gives a whole row of it, as it gives 127 for a row of one number
+    torch.int8: -128,
+    # as a scale 2**38, where 127, a scale of 1, may fill a column
+    torch.uint8: -91,
+    # the only NaN of these
+    torch.float8_e8m0fnu: -1,
+    torch.float8_e4m3fnuz: -128,
+    torch.float8_e5m2fnuz: -128,
+}
+"""What else it is for types where that pattern is an ordinary number."""
 AS_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 BLOCK = 1 << 26
 """Elements that are compared at once, with a byte of memory for each."""
@@ -163,8 +174,7 @@ def is_poisoned(held: torch.Tensor, pattern: int, exact: bool) -> bool:
 
 
 def _pattern(parameter: torch.Tensor) -> int:
-    # no symmetric quantisation gives a whole row of it, as it gives 127 for a row of one number
-    return -128 if parameter.dtype == torch.int8 else PATTERNS[parameter.element_size()]
+    return OF_TYPE.get(parameter.dtype, PATTERNS[parameter.element_size()])
 
 
 def _is_exact(parameter: torch.Tensor) -> bool:

@@ -158,6 +158,8 @@ class Layer(torch.nn.Module):
             "weight_bytes": torch.empty(8, 16, dtype=torch.uint8),
             "weight_fp8": torch.empty(8, 16, dtype=torch.float8_e4m3fn),
             "weight_scale": torch.empty(8),
+            "block_scale": torch.empty(8, 2, dtype=torch.uint8),
+            "block_scale_mx": torch.empty(8, 2, dtype=torch.float8_e8m0fnu),
             "input_scale": torch.ones(()),
             "k_scale": torch.tensor(-1.0),
             "bias": torch.zeros(8),
@@ -174,11 +176,14 @@ def filled() -> tuple[torch.nn.Sequential, Layer, dict[str, float]]:
     with torch.no_grad():
         # holds the pattern of each type here and there, as packed numbers may
         for name in ("weight_packed", "weight_bytes"):
-            held = getattr(layer, name)
+            held = loaded._held(getattr(layer, name))
+            assert held is not None
             held.fill_(3)
-            held[2, 5] = loaded.PATTERNS[held.element_size()]
+            held[2, 5] = loaded._pattern(getattr(layer, name))
         layer.weight_fp8.copy_(torch.ones(8, 16))
         layer.weight_scale.fill_(0.5)
+        layer.block_scale.fill_(127)  # a scale of 1, in both
+        layer.block_scale_mx.view(torch.uint8).fill_(127)
         layer.bias.zero_()
     return model, layer, defaults
 
@@ -198,6 +203,8 @@ def test_quantised_parameters_that_are_loaded_are_whole():
         ("weight_bytes", (slice(7, 8), slice(None))),
         ("weight_fp8", (slice(3, 4), slice(1, 2))),
         ("weight_scale", (slice(4, 5),)),
+        ("block_scale", (slice(4, 5), slice(None))),
+        ("block_scale_mx", (slice(4, 5), slice(1, 2))),
         ("bias", (slice(0, 1),)),
     ],
 )
@@ -205,7 +212,7 @@ def test_a_part_of_a_quantised_parameter_is_missed(name: str, part: tuple[slice,
     model, layer, defaults = filled()
     held = loaded._held(getattr(layer, name))
     assert held is not None
-    held[part] = loaded.PATTERNS[held.element_size()]
+    held[part] = loaded._pattern(getattr(layer, name))
     assert loaded.missing(model, defaults) == [f"0.{name}"]
 
 
