@@ -66,6 +66,7 @@ STUDIES = (
     "sites_chaos",
     "findings",
     "prefixes",
+    "first_update",
 )
 WITH_OPTIONS = (
     "step",
@@ -106,6 +107,7 @@ WITH_OPTIONS = (
     "sites_chaos",
     "findings",
     "prefixes",
+    "first_update",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 

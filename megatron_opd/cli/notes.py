@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.first_update import settings_of
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
+from megatron_opd.metrics.mismatch_limits import why_not
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.planning.matching import differences
 
 
 def notes(config: Config) -> list[str]:
     """Return one line for each such setting."""
-    found = (_trust(config), _teacher(config), _overlap(config), _aborting(config))
+    found = (
+        _trust(config),
+        _teacher(config),
+        _overlap(config),
+        _aborting(config),
+        _mismatch(config),
+    )
     return [line for line in found if line is not None]
 
 
@@ -53,6 +61,11 @@ def _overlap(config: Config) -> str | None:
         f"schedule.hold_batches {schedule.held} no batch is ready before the weight sync is done; "
         "raise schedule.max_staleness, lower schedule.hold_batches, or set overlap: false"
     )
+
+
+def _mismatch(config: Config) -> str | None:
+    why = None if config.learner.mismatch_limit == "off" else why_not(config, settings_of(config))
+    return why and f"learner.mismatch_limit {config.learner.mismatch_limit} has no effect: {why}"
 
 
 def _aborting(config: Config) -> str | None:

@@ -64,6 +64,7 @@ MAY_CHANGE = (
     "learner.parallel.*",
     "learner.recompute",
     "learner.max_tokens_per_microbatch",
+    "learner.mismatch_limit",
     "learner.listen_host",
     "learner.listen_port",
     "weight_sync.type",

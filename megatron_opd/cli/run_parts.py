@@ -20,6 +20,7 @@ from megatron_opd.cli.elastic import Elastic
 from megatron_opd.cli.ends import Ends
 from megatron_opd.cli.errors import kept_traceback
 from megatron_opd.cli.evaluations import RunEvaluations
+from megatron_opd.cli.first_update import NOT_JUDGED, MismatchJudge
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_restart import LearnerRestarts
 from megatron_opd.cli.machines import Machines
@@ -99,6 +100,7 @@ class RunParts:
         self.supervisor: Supervisor | None = None
         self.elastic: Elastic | None = None
         self.weight_sync: WeightSync | None = None
+        self.judge: MismatchJudge | None = None
         self.sites: SitesOfRun | None = None
         self.restarts: LearnerRestarts | None = None
         self.rolled_back = 0
@@ -178,6 +180,7 @@ class RunParts:
         summary: dict[str, Any] = {"status": status, "cause": cause}
         bound = staleness_bound(self.config)
         summary |= summarise(self.totals, accounting, wall_s, bound)
+        summary |= NOT_JUDGED if self.judge is None else self.judge.summary()
         summary |= self.evaluations.summary(accounting.updates)
         summary["teacher_checks"] = self.teacher_checks
         summary["resumed_at_updates"] = self._resumed_at()

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.cli.checkpoints import Checkpoints
+from megatron_opd.cli.first_update import MismatchJudge
 from megatron_opd.cli.guards import while_alive
 from megatron_opd.cli.learner_restart import LearnerRestarts, last_checkpoint, through_losses
 from megatron_opd.cli.resume import Resumption
@@ -162,6 +163,7 @@ class RunUpdates(RunStart):
             state,
             pool,
             None if self.sites is None else self.sites.hub.intake,
+            self._new_judge(remote),
         )
         self.evaluations.connect(recorder, self.controller)
         with self.stopping.after(self.evaluations.preempted):
@@ -175,6 +177,13 @@ class RunUpdates(RunStart):
                     await self.controller.run()
             await while_alive(guard, kept.finish())
         self._say(*used_up(config, self.controller.accounting.updates))
+
+    def _new_judge(self, remote: RemoteLearner) -> MismatchJudge:
+        """Return what judges the first update from here on."""
+        assert remote.info is not None, "the learner is up"
+        experts, gpu = any(self.prepared.student.spec.moe_layers), remote.info.device != "cpu"
+        self.judge = MismatchJudge(self.config, self._say, experts=experts, gpu=gpu)
+        return self.judge
 
     def _recording(
         self, recorder: RunRecorder, fleets: Mapping[Role, Fleet]

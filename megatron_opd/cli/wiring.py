@@ -13,6 +13,7 @@ from rich.console import Console
 from megatron_opd.batching.shares import shares
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.buffer.spread import GroupRule
+from megatron_opd.cli.first_update import MismatchJudge
 from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.prepare import Prepared
 from megatron_opd.cli.processes import Processes
@@ -43,6 +44,7 @@ from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.end_tokens import Ending
 from megatron_opd.data.judge import Judge
 from megatron_opd.delays import batch_plan
+from megatron_opd.metrics.mismatch_limits import Bound, ModelsDiffer
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.rollouts import RolloutRecord
@@ -215,12 +217,14 @@ def make_reward(
 class BatchLearner:
     """Acts as the controller's learner: cuts a batch into shares and sends them.
 
-    pool: tells where ranks take the samples that data workers hold.
+    pool: tells where ranks take the samples that data workers hold. judge: of the mismatch of the
+    first update; None: nobody judges it.
     """
 
     config: Config
     remote: RemoteLearner
     pool: WorkerPool | None = None
+    judge: MismatchJudge | None = None
 
     def prepare(self, sample: AnySample) -> AnySample:
         """Encode a scored sample, unless a data worker does. ValueError: it is malformed."""
@@ -231,6 +235,21 @@ class BatchLearner:
     async def train(self, batch: Batch) -> UpdateMetrics:
         """Make one update. SamplesLost. ValueError: the batch cannot be split into shares.
 
+        UserError: learner and servers are not the same model.
+        """
+        judge = self.judge
+        if judge is None:
+            return await self._update(batch, None)
+        try:
+            metrics = await self._update(batch, judge.bound)
+        except ModelsDiffer as error:
+            raise judge.refusal(batch.update, error.gap) from None
+        judge.see(batch.update, metrics)
+        return metrics
+
+    async def _update(self, batch: Batch, bound: Bound | None) -> UpdateMetrics:
+        """Make one update, or raise ModelsDiffer.
+
         Ranks that cannot take samples of workers that are there are asked again, for
         UNREACHABLE_S; then WorkersUnreachable.
         """
@@ -239,11 +258,11 @@ class BatchLearner:
         parts = shares(batch, config.learner, config.estimator, config.rollout.group_size)
         held = [sample for sample in batch.samples if isinstance(sample, HeldSample)]
         if pool is None or not held:
-            return await self.remote.train(parts)
+            return await self.remote.train(parts, bound=bound)
         clock, first_s = asyncio.get_running_loop().time, None
         while True:
             sources = {sample.rollout.prompt.uid: pool.source(sample) for sample in held}
-            metrics = await self.remote.train_held(parts, sources)
+            metrics = await self.remote.train_held(parts, sources, bound)
             if metrics is not None:
                 return metrics
             first_s = clock() if first_s is None else first_s
@@ -346,10 +365,11 @@ def make_controller(
     state: ControllerState,
     pool: WorkerPool | None = None,
     intake: Intake | None = None,
+    judge: MismatchJudge | None = None,
 ) -> Controller:
     """Make the controller of one run, which continues from `state`.
 
-    intake: samples and scores in place of the fleets.
+    intake: samples and scores in place of the fleets. judge: see BatchLearner.
     """
     rollout: RolloutEngine
     teacher: TeacherScorer
@@ -361,7 +381,7 @@ def make_controller(
         prompts=prepared.prompts,
         rollout=rollout,
         teacher=teacher,
-        learner=BatchLearner(config, learner, pool),
+        learner=BatchLearner(config, learner, pool, judge),
         store=pool,
         weight_sync=weight_sync,
         observer=recorder,

@@ -54,6 +54,7 @@ NOT_THE_LEARNERS = (
     "learner.timeout_s",
     "learner.gpu_memory_gib",
     "learner.gpus",
+    "learner.mismatch_limit",
     "cluster.*",
     "security.*",
     "workers.*",

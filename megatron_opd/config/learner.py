@@ -163,6 +163,7 @@ UNEVEN_STAGES = (
 )
 
 
+MismatchLimit = Annotated[Literal["refuse", "warn", "off"], OFF_IS_A_WORD]
 HeadLogp = Literal["lean", "lean_eager", "dense"]
 
 
@@ -206,6 +207,13 @@ class LearnerConfig(Section):
     """Number of updates between measurements of the learner-sampler mismatch without replay
     (probs_diff_free_*), each of which costs one more forward pass; 0: never. Nothing is measured
     with rollout.top_p below 1."""
+    mismatch_limit: MismatchLimit = "refuse"
+    """What to do where learner and servers do not compute the same model. Before the first
+    optimizer step of a run, and of a resumed one, the learner compares its probabilities of the
+    tokens that its own version sampled with the servers': means beyond the limits of the number
+    formats (docs/mismatch.md) end the run with refuse, print one line with warn; off compares
+    nothing. Nothing is compared with rollout.top_p below 1 or weight_sync.round_to: int3. Costs
+    nothing, as every update measures this."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW's settings and the course of the learning rate."""
     megatron: dict[str, Any] = Field(default_factory=dict[str, Any])

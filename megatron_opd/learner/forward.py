@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from megatron_opd.learner.world import World
 from megatron_opd.losses.cache import Cache, Unscored
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.losses.ratios import ratio_histogram
+from megatron_opd.metrics.mismatch_limits import MOST_RATIO
 
 ROUTING_SUMS = ("routing_moved", "routing_pairs", "routing_choices_moved", "routing_choices")
 """Names what MicroRouting.counts returns, in its order."""
@@ -69,7 +71,7 @@ def distil_loss(
         used_N = weight_N > 0
         log_ratio_N = torch.where(used_N, student_N - draws.sampler_logp_N, 0.0)
         compared_T = read.fresh_T & measure_mismatch
-        gap_T = _path_gap(student_N[draws.path_T], draws, compared_T)
+        gap_T, k3_T = _path_gap(student_N[draws.path_T], draws, compared_T)
         entropy = {}
         if scored.entropy_T is not None:
             entropy = {"entropy": scored.entropy_T.sum(), "entropy_tokens": len(scored.entropy_T)}
@@ -81,6 +83,7 @@ def distil_loss(
                 "tokens": len(gap_T),
                 "ids": len(student_N),
                 "mismatch": gap_T.sum(),
+                "mismatch_k3": k3_T.sum(),
                 "mismatch_tokens": compared_T.sum(),
                 **entropy,
                 **result.sums,
@@ -94,10 +97,18 @@ def distil_loss(
     return result.loss_sum, totals
 
 
-def _path_gap(path_logp_T: torch.Tensor, draws: Unscored, compared_T: torch.Tensor) -> torch.Tensor:
-    """Return [T] |p_learner - p_sampler| of the path tokens; 0 where not to be compared."""
-    sampler_T = draws.sampler_logp_N[draws.path_T]
-    return (path_logp_T.exp() - sampler_T.exp()).abs().masked_fill(~compared_T, 0)
+def _path_gap(
+    path_logp_T: torch.Tensor, draws: Unscored, compared_T: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return [T] |p_learner - p_sampler| and k3 (metrics/mismatch_limits.py) of the path tokens.
+
+    float64, as k3 is half the square of a rounding error; 0 where not to be compared.
+    """
+    learner_T, sampler_T = path_logp_T.double(), draws.sampler_logp_N[draws.path_T].double()
+    gap_T = (learner_T.exp() - sampler_T.exp()).abs()
+    log_ratio_T = (learner_T - sampler_T).clamp(max=math.log(MOST_RATIO))
+    k3_T = torch.expm1(log_ratio_T) - log_ratio_T
+    return gap_T.masked_fill(~compared_T, 0), k3_T.masked_fill(~compared_T, 0)
 
 
 def _path_of(
@@ -121,10 +132,15 @@ def mismatch_totals(
     def measure(out_1s: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
         logp_T = _path_of(out_1s, micro, head, temperature)
         read = micro.loss_input
-        gap_T = _path_gap(logp_T.detach(), read.draws, read.fresh_T)
+        gap_T, k3_T = _path_gap(logp_T.detach(), read.draws, read.fresh_T)
         totals = Totals.of(
             out_1s.device,
-            sums={"count": 1, "mismatch": gap_T.sum(), "mismatch_tokens": read.fresh_T.sum()},
+            sums={
+                "count": 1,
+                "mismatch": gap_T.sum(),
+                "mismatch_k3": k3_T.sum(),
+                "mismatch_tokens": read.fresh_T.sum(),
+            },
             maxima={"mismatch": gap_T.max()},
         )
         return logp_T.sum(dtype=torch.float64), totals

@@ -51,6 +51,7 @@ from megatron_opd.learner.totals import Mismatch, Totals
 from megatron_opd.learner.world import World, init_world
 from megatron_opd.losses.reduction import count_of
 from megatron_opd.losses.weights import read_by_any
+from megatron_opd.metrics.mismatch_limits import Bound, ModelsDiffer
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.planning.flops import PEAK_BF16_TFLOPS, Work, mfu, train_flops
@@ -133,13 +134,15 @@ class MegatronLearner:
         temperature: float,
         *,
         truncated_sampler: bool = False,
+        bound: Bound | None = None,
     ) -> UpdateMetrics:
         """Make one learner update: `batch.plan`'s mini-batches, an optimizer step each.
 
         batch: a RankBatch on ranks of the last stage; see reading.py for who has what.
         temperature: the sampler's. truncated_sampler: it renormalises over a part of the vocabulary
         (top_p < 1), so that its probabilities are no measure of the learner's; the mismatch is not
-        measured then. NotFinite: see there.
+        measured then. bound: what the mismatch may be; None: anything. ModelsDiffer: it is more,
+        and no optimizer step was made. NotFinite: see there.
         """
         lr = learning_rate(self.config.optimizer, batch.update, self.updates)
         minis = [
@@ -164,6 +167,8 @@ class MegatronLearner:
                 measure_mismatch=index == 0 and not truncated_sampler,
             )
             run = partial(run_mini_batch, self.model, micros, loss)
+            if index == 0 and bound is not None:
+                run = partial(_bounded, run, bound)
             steps.append(self._step(run, lr, count, len(micros)))
         samples = self._sum_over_data(len(batch.prompt_B))
         metrics = self._metrics(batch.update, lr, steps, samples, wants_prox(estimator), free)
@@ -328,7 +333,8 @@ class MegatronLearner:
             num_samples=samples,
             probs_diff_max=mismatch.max_abs_dp,
             probs_diff_mean=mismatch.mean_abs_dp,
-            mismatch_tokens=mismatch.tokens,
+            mismatch_tokens=mismatch.gap.tokens,
+            mismatch_k3_nats=mismatch.mean_k3_nats,
             probs_diff_free_max=free.max_abs_dp if free else None,
             probs_diff_free_mean=free.mean_abs_dp if free else None,
             routing_moved_fraction=totals.mean("routing_moved", "routing_pairs"),
@@ -357,6 +363,18 @@ class MegatronLearner:
             optimizer_s=sum(step.optimizer_s for step in steps),
             peak_rss_bytes=self._peak_rss_bytes(),
         )
+
+
+def _bounded(run: Callable[[World], Totals], bound: Bound, world: World) -> Totals:
+    """Return the totals of `run`, the same on every rank. ModelsDiffer: they exceed the bound.
+
+    A loss that is no number is left to who looks at it next.
+    """
+    totals = run(world)
+    gap = totals.mismatch().gap
+    if math.isfinite(totals.sum("loss")) and not bound.allows(gap):
+        raise ModelsDiffer(gap)
+    return totals
 
 
 def _count_of_mini(batch: RankInputs, mini: int, estimator: Estimator) -> int:

@@ -21,6 +21,7 @@ from megatron_opd.learner.memory import UpdateMemory
 from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.reading import Collect, ShareReader
 from megatron_opd.learner.state.state import LearnerState
+from megatron_opd.metrics.mismatch_limits import ModelsDiffer
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.frames import MIN_FRAME_BYTES, largest_frame_bytes
 from megatron_opd.transport.keys import RankKeys, rank_keys
@@ -36,6 +37,7 @@ from megatron_opd.transport.messages import (
     Nothing,
     Offload,
     Onload,
+    Refusal,
     Request,
     Result,
     SaveState,
@@ -169,12 +171,16 @@ class RankServer:
                 if batch is None:
                     return Missing()
                 self.memory.onload()
-                metrics = self.learner.train(
-                    batch,
-                    self.estimator,
-                    self.config.rollout.temperature,
-                    truncated_sampler=self.config.rollout.top_p < 1,
-                )
+                try:
+                    metrics = self.learner.train(
+                        batch,
+                        self.estimator,
+                        self.config.rollout.temperature,
+                        truncated_sampler=self.config.rollout.top_p < 1,
+                        bound=request.bound,
+                    )
+                except ModelsDiffer as error:  # on every rank alike: what is compared is global
+                    return Refusal(error.gap)
                 if self.learner.world.device.type != "cpu":
                     return metrics
                 return msgspec.structs.replace(metrics, cpu_s=time.process_time() - began_s)

@@ -12,6 +12,7 @@ import torch
 
 from megatron_opd.losses.diagnostics import NAMES
 from megatron_opd.losses.ratios import NUM_BINS, ratio_quantile
+from megatron_opd.metrics.mismatch_limits import Gap
 
 SUMS = (
     "loss",
@@ -21,6 +22,7 @@ SUMS = (
     "entropy",
     "entropy_tokens",
     "mismatch",
+    "mismatch_k3",
     "mismatch_tokens",
     "routing_moved",
     "routing_pairs",
@@ -33,11 +35,20 @@ MAXIMA = ("mismatch", "log_ratio")
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Measures |p_learner - p_sampler| (TIS) over `tokens` path tokens; None: there were none."""
+    """Measures |p_learner - p_sampler| (TIS) over `gap.tokens` path tokens; None: no tokens."""
 
     max_abs_dp: float | None
-    mean_abs_dp: float | None
-    tokens: int
+    gap: Gap
+
+    @property
+    def mean_abs_dp(self) -> float | None:
+        """Returns the mean of |dp|."""
+        return self.gap.mean_abs_dp if self.gap.tokens else None
+
+    @property
+    def mean_k3_nats(self) -> float | None:
+        """Returns the mean of k3, see metrics/mismatch_limits.py."""
+        return self.gap.mean_k3_nats if self.gap.tokens else None
 
 
 @dataclass(frozen=True)
@@ -112,7 +123,7 @@ class Totals:
         """Return how far learner and sampler are apart."""
         tokens = int(self.sum("mismatch_tokens"))
         largest = self.max("mismatch") if tokens else None
-        return Mismatch(largest, self.mean("mismatch", "mismatch_tokens"), tokens)
+        return Mismatch(largest, Gap(tokens, self.sum("mismatch"), self.sum("mismatch_k3")))
 
     def ratio_quantile(self, quantile: float) -> float:
         """Return a quantile of the importance ratio, weighted as in the draw cache."""

@@ -32,7 +32,7 @@ from sglang_bridge.work import ServerWork
 
 logger = logging.getLogger(__name__)
 
-NOT_ALWAYS_MEASURED = ("probs_diff_max", "probs_diff_mean")
+NOT_ALWAYS_MEASURED = ("probs_diff_max", "probs_diff_mean", "mismatch_k3_nats")
 """Columns of the learner whose null belongs to one update; in its others null holds for the run."""
 OF_A_WEIGHT_SYNC = (
     *("publish_s", "pause_s", "learner_held_s", "publish_bytes", "publish_tries", "servers"),

@@ -174,7 +174,8 @@ class UpdateFigures(Protocol):
     """Reports one update of the learner; every field also becomes a column of metrics.jsonl.
 
     A field that is None has no meaning for the estimator and becomes no column, except
-    probs_diff_max and probs_diff_mean: null in an update that had nothing to measure.
+    probs_diff_max, probs_diff_mean and mismatch_k3_nats: null in an update that had nothing to
+    measure.
     Units as in the names; reverse_kl_nats is per response token; probs_diff_* is
     |p_learner - p_sampler| on path tokens that the current version sampled (TIS), over
     mismatch_tokens tokens, and probs_diff_free_* the same without routing replay; ratio_* are
@@ -224,6 +225,11 @@ class UpdateFigures(Protocol):
     @property
     def mismatch_tokens(self) -> int:
         """Returns how many tokens were measured."""
+        ...
+
+    @property
+    def mismatch_k3_nats(self) -> float | None:
+        """Returns the mean k3 of the mismatch over the tokens measured; None without any."""
         ...
 
     @property

@@ -28,6 +28,7 @@ class Figures(msgspec.Struct, frozen=True):
     probs_diff_max: float | None = None
     probs_diff_mean: float | None = None
     mismatch_tokens: int = 0
+    mismatch_k3_nats: float | None = None
     probs_diff_free_max: float | None = None
     probs_diff_free_mean: float | None = None
     routing_moved_fraction: float | None = None

@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from megatron_opd.metrics.mismatch_limits import Bound, Gap
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import WeightPiece
 
@@ -38,7 +39,8 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     1 when every expert gets the same share. grad_norm: before clipping, of the last mini-batch.
     probs_diff_max, probs_diff_mean: |p_learner - p_sampler| (TIS) over the
     mismatch_tokens path tokens that the batch's own version sampled, in the first mini-batch (later
-    ones train on changed weights); None when there were none. probs_diff_free_*: over the same
+    ones train on changed weights); None when there were none. mismatch_k3_nats: mean k3 over them
+    (metrics/mismatch_limits.py). probs_diff_free_*: over the same
     tokens with the learner's own routing in place of the replayed one; None where it was not
     measured.
     routing_moved_fraction: of (position, layer) pairs with replayed routing, those whose router
@@ -71,6 +73,7 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     forward_backward_s: float
     optimizer_s: float
     peak_rss_bytes: int
+    mismatch_k3_nats: float | None = None
     reverse_kl_nats: float | None = None
     forward_kl_nats: float | None = None
     entropy_nats: float | None = None
@@ -107,7 +110,8 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     plan[mini-batch][micro-batch] = sample indices of this share. parts: none where the columns of
     all samples follow; otherwise (address, key) of every sample, to be taken from the data worker
     there, and ("", "") for one whose columns follow on their own (transport/frames.py). sizes:
-    where there are parts, what the controller knows of every sample, see frames.sizes_of.
+    where there are parts, what the controller knows of every sample, see frames.sizes_of. bound:
+    refuses the update before its optimizer step where the mismatch exceeds it; None: nothing does.
     """
 
     call: int
@@ -116,6 +120,7 @@ class Train(msgspec.Struct, frozen=True, tag=True):
     plan: list[list[list[int]]]
     parts: list[tuple[str, str]] = []
     sizes: list[tuple[int, int, int]] = []
+    bound: Bound | None = None
 
 
 Replay = Literal["off", "experts", "gates"]
@@ -274,7 +279,13 @@ class Missing(msgspec.Struct, frozen=True, tag=True):
     """Says that no update was made, as samples could not be taken from their data workers."""
 
 
-Result = Missing | UpdateMetrics | Scores | WeightsMoved | Digests | Nothing
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """Says that no update was made, as its mismatch exceeds the bound that came with it."""
+
+    gap: Gap
+
+
+Result = Missing | Refusal | UpdateMetrics | Scores | WeightsMoved | Digests | Nothing
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

@@ -23,6 +23,7 @@ import zmq.asyncio
 from megatron_opd.batching.shares import Share
 from megatron_opd.checkpoint.run_lock import Claim
 from megatron_opd.config.schema import Config
+from megatron_opd.metrics.mismatch_limits import Bound, ModelsDiffer
 from megatron_opd.transport.frames import sizes_of, to_frames
 from megatron_opd.transport.gate import Gate, guard_socket
 from megatron_opd.transport.keys import RunKeys
@@ -40,6 +41,7 @@ from megatron_opd.transport.messages import (
     Nothing,
     Offload,
     Onload,
+    Refusal,
     Refused,
     Replay,
     Request,
@@ -81,6 +83,13 @@ class LearnerError(RuntimeError):
     def __init__(self, message: str, *, final: bool = True) -> None:
         super().__init__(message)
         self.final = final
+
+
+def _made(result: UpdateMetrics | Refusal) -> UpdateMetrics:
+    """Return the figures of an update. ModelsDiffer: it was refused."""
+    if isinstance(result, Refusal):
+        raise ModelsDiffer(result.gap)
+    return result
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +163,11 @@ class RemoteLearner:
         return self._refusals.count
 
     @property
+    def info(self) -> LearnerInfo | None:
+        """Returns what the learner is; None before it is ready."""
+        return self._roster.info
+
+    @property
     def failure(self) -> LearnerError | None:
         """Returns why the learner is of no use, or that it was silent when last asked."""
         return self._failure or self._silent
@@ -175,29 +189,46 @@ class RemoteLearner:
             await self._changed.wait()
         return self._failure
 
-    async def train(self, shares: Sequence[Share], timeout_s: float | None = None) -> UpdateMetrics:
-        """Make one update. shares: one for each data-parallel rank, in order."""
+    async def train(
+        self,
+        shares: Sequence[Share],
+        timeout_s: float | None = None,
+        bound: Bound | None = None,
+    ) -> UpdateMetrics:
+        """Make one update. shares: one for each data-parallel rank, in order.
+
+        bound: of the mismatch; ModelsDiffer: it is exceeded, and no update was made.
+        """
         call = self._roster.next_call()
-        requests = [Train(call, share.update, share.version, share.plan) for share in shares]
+        requests = [
+            Train(call, share.update, share.version, share.plan, bound=bound) for share in shares
+        ]
         messages = self._with_shares(requests, shares)
-        return await self._exchange(call, messages, UpdateMetrics, timeout_s, "train")
+        return _made(
+            await self._exchange(call, messages, (UpdateMetrics, Refusal), timeout_s, "train")
+        )
 
     async def train_held(
-        self, shares: Sequence[Share], sources: Mapping[int, tuple[str, str]]
+        self,
+        shares: Sequence[Share],
+        sources: Mapping[int, tuple[str, str]],
+        bound: Bound | None = None,
     ) -> UpdateMetrics | None:
         """Make one update on samples of which data workers hold some.
 
         sources: (address, key) by uid. Returns None, and makes no update, if they cannot be had.
+        bound, ModelsDiffer: see `train`.
         """
         call = self._roster.next_call()
         requests: list[Request] = []
         for share in shares:
             parts = [sources.get(s.rollout.prompt.uid, ("", "")) for s in share.samples]
             rows = (share.update, share.version, share.plan)
-            requests.append(Train(call, *rows, parts, sizes_of(share)))
+            requests.append(Train(call, *rows, parts, sizes_of(share), bound))
         messages = self._with_shares(requests, shares)
-        result = await self._exchange(call, messages, (UpdateMetrics, Missing), None, "train")
-        return None if isinstance(result, Missing) else result
+        expected = (UpdateMetrics, Missing, Refusal)
+        result = await self._exchange(call, messages, expected, None, "train")
+        return None if isinstance(result, Missing) else _made(result)
 
     async def score(self, shares: Sequence[Share], *, replay: Replay) -> Scores:
         """Return the learner's log-probs of the sampled tokens; see messages.Scores.

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -68,6 +69,8 @@ def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Calla
     assert summary["mismatch_tokens"] > 0
     assert summary["probs_diff_max"] > 0
     bounded(MISMATCH, summary["probs_diff_max"], 1e-4)
+    assert summary["first_mismatch_verdict"] == "within limits"
+    assert 0 < summary["first_mismatch_tokens"] <= summary["mismatch_tokens"]
     assert 0 < summary["overlap"] <= 3
     for key in ("student_accuracy_before_pct", "student_accuracy_after_pct"):
         assert 0 <= summary[key] <= 100
@@ -178,6 +181,34 @@ def test_a_teacher_that_answers_nonsense_is_refused(
     assert f"warning: teacher at {url} answers nonsense" in warned.output
     assert warned.output.count("update 0: teacher 'teacher' answers nonsense") == 1
     assert [row["teacher_near_uniform_fraction"] for row in warned.rows] == [1, 1]
+
+
+def test_servers_that_hold_another_model_are_refused_before_the_first_step(
+    inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
+):
+    """The experts of one layer in another order: the run would train, away from what is sampled."""
+    url, tensors = shared["student"]["urls"][0], load_tensors(inputs / "student")
+    moved = {
+        re.sub(r"(layers\.1\..*experts\.)(\d)", lambda m: f"{m[1]}{3 - int(m[2])}", name): tensor
+        for name, tensor in tensors.items()
+    }
+    assert moved.keys() == tensors.keys()
+    short = {"run": {"max_steps": 1}, "evaluation": {"problems": 0}, **shared}
+    asyncio.run(give(url, moved))
+    try:
+        refused = start(write_config(inputs, tmp_path, **short)).finish(START_TIMEOUT_S)
+    finally:
+        asyncio.run(give(url, tensors))
+    assert refused.code == 2, refused.output
+    (error,) = [line for line in refused.output.splitlines() if line.startswith("error:")]
+    for words in ("learner.mismatch_limit refuse", "(limit ", "student.extra_args", "opd mismatch"):
+        assert words in error
+    assert "Traceback" not in refused.output
+    assert refused.rows == []
+    summary = refused.summary
+    assert (summary["status"], summary["updates"]) == ("failed", 0)
+    assert summary["first_mismatch_verdict"] == "exceeds limits"
+    assert summary["cause"] in error
 
 
 def matched(done: Finished, updates: int, parallel: dict[str, int]) -> None:

@@ -34,6 +34,7 @@ from megatron_opd.metrics.types import Accounting
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.lifetime import EXIT_LOST
+from megatron_opd.transport.messages import LearnerInfo
 from megatron_opd.transport.zmq import Admission, LearnerError
 from sglang_bridge.claims import Claim
 from sglang_bridge.errors import ServerUnreachable
@@ -136,6 +137,7 @@ class Remote:
     """The learner's socket; transport.zmq.RemoteLearner."""
 
     address, ready, frames_refused, failure = "tcp://127.0.0.1:1", True, 0, None
+    info = LearnerInfo(1, 1, 1, 1, "float32", "gloo", "cpu")
 
     def __init__(self, script: Script, *_: object) -> None:
         self.script, self.closed = script, False

@@ -29,6 +29,14 @@ MISMATCH = (
         *("mismatch_tokens", "train", "tokens"), "Tokens that probs_diff_max and _mean measured."
     ),
     Metric(
+        *("mismatch_k3_nats", "train", "nats a token"),
+        "Estimate of KL(sampler || learner) over the same tokens: the mean of r - 1 - log r, "
+        "r = p_learner / p_sampler, of which at most 10 counts; null when there were none.",
+        healthy=Range(0, 0.05),
+        action="large in the first update: learner and servers hold different models "
+        "(learner.mismatch_limit); else see probs_diff_mean",
+    ),
+    Metric(
         *("probs_diff_free_max", "train", ""),
         "probs_diff_max with the learner's own routing in place of the replayed one "
         "(learner.routing_compare_every).",

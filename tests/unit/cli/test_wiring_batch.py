@@ -25,7 +25,9 @@ class Remote:
     def __init__(self, *answers: UpdateMetrics | None) -> None:
         self.answers, self.asked = answers, 0
 
-    async def train_held(self, parts: Any, sources: dict[int, Any]) -> UpdateMetrics | None:
+    async def train_held(
+        self, parts: Any, sources: dict[int, Any], bound: None
+    ) -> UpdateMetrics | None:
         assert sources == {0: SOURCE, 1: SOURCE}
         self.asked += 1
         return self.answers[min(self.asked, len(self.answers)) - 1]

@@ -1,0 +1,170 @@
+"""Bounds the mismatch of the first update: do learner and sampler compute the same model?
+
+Over the path tokens that the learner's own version sampled, two means are compared with limits:
+|dp| = |p_learner - p_sampler|, and k3 = r - 1 - log r with r = p_learner / p_sampler, which is
+never below 0 and estimates KL(sampler || learner) in nats. |dp| sees a peaked distribution that
+moved, k3 also one that is nearly uniform, whose probabilities are all small. A maximum is no rule:
+one token whose experts round otherwise differs by 0.87 in a healthy bfloat16 mixture. r counts as
+at most MOST_RATIO, as one token that the learner finds a thousand times as likely would otherwise
+outweigh all others; sampled tokens exceed it with a probability of at most 1 / MOST_RATIO.
+
+    both sides, at temperature 1                      mean |dp|          mean k3, nats
+                                                      limit   healthy    limit   healthy
+    float32 on a CPU, dense or experts replayed       2e-5    3.4e-7     4e-9    8.3e-12
+    float32 on a CPU, experts not replayed            2e-5    3.4e-7     1e-7    8.3e-12
+    float32 on a GPU (products may be TF32)           0.0125  -          0.006   -
+    bfloat16 on either side, dense or replayed        0.05    0.0052     0.1     0.0018
+    bfloat16 on either side, experts not replayed     0.1     0.013      0.5     0.075
+    int8, fp8 or int4 on either side, dense           0.1     -          0.5     -
+    int8, fp8 or int4, experts not replayed           0.15    0.0005     1       4.4e-6
+
+healthy: the largest that benchmarks/results records (python -m benchmarks first_update holds all of
+them against the limits); - where there is none. TF32 has an eighth of bfloat16's rounding error:
+the limits are a quarter and a sixteenth of bfloat16's. In float32 a router may still choose another
+expert where two are equal but for rounding, which k3 shows most. Below temperature 1 a difference
+of logits counts 1 / temperature times, and so does the limit of |dp|; that of k3 its square.
+
+Few tokens say less: with n tokens the limits are 1 + SMALL / n times as high, as if SMALL more of
+them were at the limit. Updates are judged together until ENOUGH tokens were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import msgspec
+
+from megatron_opd.config.schema import Config
+
+SMALL = 64
+ENOUGH = 1024
+MOST_RATIO = 10.0
+UNBOUNDED = ("int3",)
+"""Grids so coarse that the gap itself is what is studied."""
+
+ROUNDING = frozenset({"kv_cache_dtype", "torchao_config", "modelopt_quant"})
+"""Settings of SGLang by which a server rounds to fewer bits than student.dtype says."""
+CHANGE_SAMPLING = frozenset({"preferred_sampling_params"})
+"""Settings of SGLang that change what a server samples from."""
+
+
+class Gap(msgspec.Struct, frozen=True):
+    """Holds sums over tokens of |dp| and of k3."""
+
+    tokens: int = 0
+    abs_dp: float = 0.0
+    k3_nats: float = 0.0
+
+    def plus(self, other: Gap) -> Gap:
+        """Return the sums over the tokens of both."""
+        return Gap(
+            self.tokens + other.tokens, self.abs_dp + other.abs_dp, self.k3_nats + other.k3_nats
+        )
+
+    @property
+    def mean_abs_dp(self) -> float:
+        """Returns the mean of |dp|; 0 without tokens."""
+        return self.abs_dp / max(1, self.tokens)
+
+    @property
+    def mean_k3_nats(self) -> float:
+        """Returns the mean of k3; 0 without tokens."""
+        return self.k3_nats / max(1, self.tokens)
+
+
+class Limits(msgspec.Struct, frozen=True):
+    """Holds the largest means that are no sign of different models, over many tokens."""
+
+    mean_abs_dp: float
+    mean_k3_nats: float
+
+    def over(self, tokens: int) -> Limits:
+        """Return the limits of the means over so many tokens, at least one."""
+        factor = 1 + SMALL / tokens
+        return Limits(factor * self.mean_abs_dp, factor * self.mean_k3_nats)
+
+    def allow(self, gap: Gap) -> bool:
+        """Return whether both means are within their limits; a NaN is not."""
+        if gap.tokens == 0:
+            return True
+        most = self.over(gap.tokens)
+        within_dp = gap.mean_abs_dp <= most.mean_abs_dp
+        return within_dp and gap.mean_k3_nats <= most.mean_k3_nats
+
+
+class Bound(msgspec.Struct, frozen=True):
+    """Tells a learner what to refuse. before: what earlier updates had, judged together with it."""
+
+    limits: Limits
+    before: Gap = Gap()
+
+    def allows(self, gap: Gap) -> bool:
+        """Return whether an update may be made whose first mini-batch has this gap."""
+        return self.limits.allow(self.before.plus(gap))
+
+
+class ModelsDiffer(RuntimeError):
+    """Reports a gap beyond its limits, before the optimizer step was made."""
+
+    def __init__(self, gap: Gap) -> None:
+        super().__init__(
+            f"learner and sampler are {gap.mean_abs_dp:.3g} apart (mean |dp|), "
+            f"{gap.mean_k3_nats:.3g} nats (k3), over {gap.tokens} tokens"
+        )
+        self.gap = gap
+
+
+EXACT, EXACT_FREE = Limits(2e-5, 4e-9), Limits(2e-5, 1e-7)
+TENSOR_FLOAT = Limits(0.0125, 0.006)
+HALF, HALF_FREE = Limits(0.05, 0.1), Limits(0.1, 0.5)
+QUANTISED, QUANTISED_FREE = Limits(0.1, 0.5), Limits(0.15, 1.0)
+
+
+def limits_of(
+    config: Config, settings: Collection[str] = (), *, experts: bool, gpu: bool
+) -> Limits | None:
+    """Return the limits of a run; None: its probabilities cannot be compared (see why_not).
+
+    settings: of SGLang that student.extra_args makes. experts: the student has some. gpu: the
+    learner computes on one.
+    """
+    if why_not(config, settings) is not None:
+        return None
+    free = experts and not config.learner.replays_experts
+    if _quantised(config) or ROUNDING.intersection(settings):
+        limits = QUANTISED_FREE if free else QUANTISED
+    elif "bfloat16" in (config.learner.dtype, config.student.dtype):
+        limits = HALF_FREE if free else HALF
+    else:
+        limits = TENSOR_FLOAT if gpu else EXACT_FREE if free else EXACT
+    sharpness = 1 / min(1.0, config.rollout.temperature)
+    return Limits(limits.mean_abs_dp * sharpness, limits.mean_k3_nats * sharpness**2)
+
+
+def why_not(config: Config, settings: Collection[str] = ()) -> str | None:
+    """Return why the two sides' probabilities cannot be compared; None: they can."""
+    if config.rollout.top_p < 1:
+        return (
+            f"rollout.top_p is {config.rollout.top_p:g}: the sampler leaves out a part of the "
+            "vocabulary, so that its probabilities are no measure of the learner's"
+        )
+    if config.weight_sync.round_to in UNBOUNDED:
+        return (
+            f"weight_sync.round_to is {config.weight_sync.round_to}, which makes a gap as wide "
+            "as that of two models"
+        )
+    if found := sorted(CHANGE_SAMPLING.intersection(settings)):
+        return (
+            f"student.extra_args sets {found[0]}, which may leave out a part of the vocabulary, so "
+            "that the servers' probabilities are no measure of the learner's"
+        )
+    return None
+
+
+def _quantised(config: Config) -> bool:
+    """Return whether one side rounds to fewer bits than bfloat16.
+
+    Sampler sites have servers of their own, in formats that the learner's side does not know.
+    """
+    served = config.student.quantization or config.weight_sync.round_to or config.sites.members
+    return bool(served or config.learner.megatron.get("fp8") or config.learner.megatron.get("fp4"))
