@@ -15,7 +15,7 @@ outweigh all others; sampled tokens exceed it with a probability of at most 1 / 
     float32 on a GPU (products may be TF32)           0.0125  -          0.006   -
     bfloat16 on either side, dense or replayed        0.05    0.0052     0.1     0.0018
     bfloat16 on either side, experts not replayed     0.1     0.013      0.5     0.075
-    int8, fp8 or int4 on either side, dense           0.1     -          0.5     -
+    int8, fp8 or int4 on either side, dense           0.1     0.0091     0.5     0.0037
     int8, fp8 or int4, experts not replayed           0.15    0.0005     1       4.4e-6
 
 healthy: the largest that benchmarks/results records (python -m benchmarks first_update holds all of
