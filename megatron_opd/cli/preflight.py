@@ -14,7 +14,7 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.cli.tokenizer_files import has_tokenizer, load_tokenizer
-from megatron_opd.cli.tokenizer_parts import check_tokenizer
+from megatron_opd.cli.tokenizer_parts import check_tokenizer, further_tokens
 from megatron_opd.cli.weights import check_weights, has_weights
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
@@ -87,7 +87,7 @@ class CheckedModels:
 
     ends: what ends a response of each, of those whose tokenizer is here.
     tokenizer: None, and absent: a line for each, where `opd check` plans with what is not here.
-    template: what the tokenizer renders chats with.
+    template: what the tokenizer renders chats with. notes: what the user should know.
     """
 
     models: dict[Role, ModelFacts]
@@ -95,6 +95,7 @@ class CheckedModels:
     absent: tuple[str, ...]
     ends: Mapping[Role, EndTokens]
     template: RunTemplate = field(default_factory=RunTemplate)
+    notes: tuple[str, ...] = ()
 
     @property
     def student(self) -> ModelFacts:
@@ -120,7 +121,7 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
         check_vocabulary_size(f"{role}.model", facts.vocab_size, student.vocab_size)
         if role not in absent:
             check_weights(facts.path, f"{role}.model", facts.spec)
-    tokenizer = None
+    tokenizer, notes = None, list[str]()
     ends: dict[Role, EndTokens] = {}
     if STUDENT not in absent or has_tokenizer(student.path):
         tokenizer = load_tokenizer(student.path, "student.model")
@@ -129,6 +130,7 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
             if role != STUDENT and (role not in absent or has_tokenizer(facts.path)):
                 guard = config.scoring.guard
                 theirs = check_tokenizer(facts.path, f"{role}.model", tokenizer, guard)
+                notes += further_notes(config, f"{role}.model", tokenizer, theirs)
                 check_padding(f"{role}.model", facts.vocab_size, student.vocab_size, tokenizer)
                 ends[role] = ends_of(config, f"{role}.model", facts, theirs)
     check_support(config, student)
@@ -136,7 +138,7 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
     check_sharding(config, models)
     check_memory(config, models)
     lines = (f"{role}.model {models[role].path}: {what} not here" for role, what in absent.items())
-    return CheckedModels(models, tokenizer, tuple(lines), ends)
+    return CheckedModels(models, tokenizer, tuple(lines), ends, notes=tuple(notes))
 
 
 def ends_of(
@@ -163,6 +165,30 @@ def ends_of(
         )
     except ValueError as error:
         raise UserError(f"{key}: {error}") from None
+
+
+def further_notes(
+    config: Config, key: str, ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase
+) -> list[str]:
+    """Return a line on tokens that a teacher has and the student lacks. Raises UserError.
+
+    Its log-prob of an id of the student's is then that of all its tokens, and KL(student ||
+    teacher) is exact, as the student has no probability on the others. A teacher that selects ids
+    itself may select one of the others, of which the student has no token.
+    """
+    further = further_tokens(ours.get_vocab(), theirs.get_vocab(), key)
+    if not further:
+        return []
+    named = f"{len(further)} more tokens than student.model's, such as {shown(min(further), 60)}"
+    if config.estimator.reads_teacher and config.estimator.support.owner == "teacher":
+        raise UserError(
+            f"{key} has {named}: with support.type {config.estimator.support.type} the teacher "
+            "selects what is compared, and may select one of them; use a support of the student's"
+        )
+    return [
+        f"{key} has {named}; every id of the student's means the same to it, and its log-probs "
+        "are those of all its tokens; text that it writes in an evaluation is read without them"
+    ]
 
 
 def check_servable(key: str, spec: ModelSpec) -> None:

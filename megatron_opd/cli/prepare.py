@@ -161,6 +161,7 @@ def read_inputs(
         *gaps,
         *disk_notes(config, models.student.spec),
         *model_notes(models),
+        *models.notes,
         *changed,
         *rendering_notes(config, models, every),
         *skipped,

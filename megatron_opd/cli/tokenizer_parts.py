@@ -35,21 +35,15 @@ NO_MATTER = ("special",)
 def check_tokenizer(
     path: Path, key: str, ours: PreTrainedTokenizerBase, guard: Guard
 ) -> PreTrainedTokenizerBase:
-    """Reject a teacher whose ids are not the student's; return its tokenizer.
+    """Reject a teacher to which the student's ids mean something else; return its tokenizer.
 
     key: the config key that named its `path`. ours: the student's. guard: what becomes of
-    tokenizers that have the same ids and cut text differently. End tokens may differ: scoring needs
-    equal ids alone. Raises UserError.
+    tokenizers that have the same ids and cut text differently. End tokens may differ, and further
+    tokens stand behind the student's: scoring needs equal ids alone. Raises UserError.
     """
     theirs = load_tokenizer(path, key)
-    if ours.get_vocab() != theirs.get_vocab():
-        both = set(ours.get_vocab().items()) ^ set(theirs.get_vocab().items())
-        differing = sorted(both, key=lambda item: item[1])
-        raise UserError(
-            f"student.model and {key} must share one tokenizer; "
-            f"{len(differing)} entries differ, first {differing[0]!r}"
-        )
-    other = difference(tokenizer_parts(ours), tokenizer_parts(theirs))
+    further = further_tokens(ours.get_vocab(), theirs.get_vocab(), key)
+    other = difference(tokenizer_parts(ours), without(tokenizer_parts(theirs), further))
     if guard == "off" or other is None:
         return theirs
     told = f"student.model and {key} must cut text into the same ids; {other}"
@@ -57,6 +51,45 @@ def check_tokenizer(
         raise UserError(f"{told}; if that is intended, set scoring.guard to warn or off")
     logger.warning("%s", told)
     return theirs
+
+
+def further_tokens(ours: Mapping[str, int], theirs: Mapping[str, int], key: str) -> frozenset[str]:
+    """Return the tokens that a teacher has behind all of the student's. Raises UserError."""
+    last = max(ours.values())
+    differing = sorted(set(ours.items()) ^ set(theirs.items()), key=lambda item: (item[1], item[0]))
+    further = {token for token, i in differing if i > last}
+    between = [entry for entry in differing if entry[1] <= last]
+    if between:
+        raise UserError(
+            f"student.model and {key} must share one tokenizer, which may have more tokens behind "
+            f"those of the student's; {len(between)} entries differ, first {between[0]!r}"
+        )
+    return frozenset(further)
+
+
+def without(parts: Parts, tokens: frozenset[str]) -> Parts:
+    """Return a tokenizer's parts as they are without some tokens and the merges that make them."""
+    if not tokens:
+        return parts
+    left = dict(parts)
+    left["added_tokens"] = [
+        t for t in parts.get("added_tokens") or [] if t["content"] not in tokens
+    ]
+    model = parts.get("model")
+    if isinstance(model, dict):
+        vocab, merges = model.get("vocab"), model.get("merges")
+        left["model"] = model = dict(model)
+        if isinstance(vocab, dict):
+            model["vocab"] = {token: i for token, i in vocab.items() if token not in tokens}
+        elif isinstance(vocab, list):  # of a Unigram model: a token and its score
+            model["vocab"] = [entry for entry in vocab if entry[0] not in tokens]
+        if isinstance(merges, list):
+            model["merges"] = [pair for pair in merges if _merged(pair) not in tokens]
+    return left
+
+
+def _merged(pair: str | Sequence[str]) -> str:
+    return "".join(pair.split(" ") if isinstance(pair, str) else pair)
 
 
 def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> Parts:

@@ -67,8 +67,9 @@ class ConfigTree(Section):
     """The student's model and the servers that sample from it."""
     teacher: ServerConfig | None = None
     """The default teacher's servers; null for objectives that only read rewards. It must have the
-    student's tokenizer; its vocabulary may have padding rows that the student's lacks, but not the
-    other way round."""
+    student's tokenizer, but may have more tokens behind the student's unless it selects ids itself
+    (support.type teacher_topk, teacher_mc); its vocabulary may have padding rows that the student's
+    lacks, but not the other way round."""
     teachers: dict[str, ServerConfig] = Field(default_factory=dict[str, ServerConfig])
     """More teachers by name, each with the keys of `teacher`; data.teacher_key says which of them
     scores a prompt. Each one adds its servers' memory."""

@@ -1,6 +1,7 @@
 """Tokenizers are compared by content: what decides ids is told apart, spellings are not."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.tokenizer_files import load_tokenizer
-from megatron_opd.cli.tokenizer_parts import difference, tokenizer_parts
+from megatron_opd.cli.tokenizer_parts import (
+    check_tokenizer,
+    difference,
+    further_tokens,
+    tokenizer_parts,
+)
 from tests.support.cli_cases import call, refused, small_config, tiny_models
 
 VOCAB = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4, "ab": 5, "bc": 6}
@@ -75,6 +81,84 @@ def test_a_tokenizer_without_a_backend_is_its_vocabulary():
             return {"b": 1, "a": 0}
 
     assert tokenizer_parts(Slow()) == {"model": {"vocab": {"b": 1, "a": 0}}}  # type: ignore[arg-type]
+
+
+def longer(change: Callable[[Tokenizer], None]) -> PreTrainedTokenizerFast:
+    """The tokenizer of `build` with one more merge, word and added token behind its own."""
+    vocab = VOCAB | {"abc": 7, "d": 8}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[*MERGES, ("ab", "c")]))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    change(tokenizer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")
+
+
+def thinks(tokenizer: Tokenizer) -> None:
+    tokenizer.add_special_tokens(["<think>"])
+
+
+def test_a_teacher_may_have_more_tokens_at_the_end(tmp_path: Path):
+    """Before: refused, although every id of the student's means the same."""
+    ours, theirs = build(), longer(thinks)
+    theirs.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
+    assert (
+        check_tokenizer(tmp_path, "teacher.model", ours, "refuse").get_vocab() == theirs.get_vocab()
+    )
+    further = further_tokens(ours.get_vocab(), theirs.get_vocab(), "teacher.model")
+    assert further == {"abc", "d", "<think>"}
+    assert {i for token, i in theirs.get_vocab().items() if token in further} == {7, 8, 9}
+    # they are judged by what is left: the text is cut otherwise than the student cuts it
+
+    def both(tokenizer: Tokenizer) -> None:
+        thinks(tokenizer)
+        lower(tokenizer)
+
+    longer(both).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="they differ in normalizer"):
+        check_tokenizer(tmp_path, "teacher.model", ours, "refuse")
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "words"),
+    [
+        ({"a": 0, "b": 1}, {"a": 1, "b": 0, "c": 2}, r"4 entries differ, first \('a', 0\)"),
+        ({"a": 0, "c": 2}, {"a": 0, "b": 1, "c": 2}, r"1 entries differ, first \('b', 1\)"),
+        ({"a": 0, "b": 1}, {"a": 0}, r"1 entries differ, first \('b', 1\)"),
+        ({"a": 0, "b": 1}, {"a": 0, "b": 2}, r"1 entries differ, first \('b', 1\)"),
+    ],
+)
+def test_a_teacher_may_not_have_others(ours: dict[str, int], theirs: dict[str, int], words: str):
+    with pytest.raises(UserError, match=words):
+        further_tokens(ours, theirs, "teacher.model")
+
+
+def with_more_tokens(tmp_path: Path, config: dict[str, Any]) -> None:
+    """Give the teacher two tokens more than the student has."""
+    copy = tmp_path / "longer"
+    shutil.copytree(config["teacher"]["model"], copy)
+    tokenizer = AutoTokenizer.from_pretrained(copy)
+    tokenizer.add_tokens(["<think>", "</think>"])
+    tokenizer.save_pretrained(copy)
+    config["teacher"]["model"] = str(copy)
+
+
+def test_more_tokens_are_said(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    with_more_tokens(tmp_path, config)
+    assert call(tmp_path, config, verb="check") == 0
+    shown = "".join(capsys.readouterr().out.split())
+    assert "teacher.modelhas2moretokensthanstudent.model's,suchas'</think>';everyid" in shown
+
+
+def test_a_teacher_that_selects_has_no_more_tokens(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    """What it selects could be an id of which the student has no token."""
+    with_more_tokens(tmp_path, config)
+    config |= {"objective": {"type": "forward_kl"}, "support": {"type": "teacher_topk"}}
+    code = call(tmp_path, config, verb="check")
+    refused(capsys, code, "teacher.model has 2 more tokens", "use a support of the student's")
 
 
 def test_a_run_refuses_warns_or_goes_on(
