@@ -35,8 +35,28 @@ OF_TEXT = re.compile(
     re.IGNORECASE,
 )
 """Names of files that tokenizers read: in folders too, and wherever a link leads."""
+TEMPLATE, TEMPLATES, TEMPLATE_KEY = (
+    "chat_template.jinja",
+    "additional_chat_templates",
+    "chat_template",
+)
+TEMPLATE_HOLDERS = ("tokenizer_config.json", "chat_template.json", "processor_config.json")
+"""Where transformers finds chat templates: a file, a folder of named ones, a key of other files."""
 TEXT_BYTES, OTHER_BYTES = 256 * 2**20, 16 * 2**20
 """Largest size of a file that a tokenizer reads, and of any other: code, a licence, a setting."""
+
+
+def put_template(target: Path, text: str) -> None:
+    """Make `text` the only chat template of the tokenizer in `target`."""
+    shutil.rmtree(target / TEMPLATES, ignore_errors=True)
+    (target / TEMPLATE).write_text(text, encoding="utf-8", newline="")
+    for name in TEMPLATE_HOLDERS:
+        file = target / name
+        if not file.is_file():
+            continue
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        if tree.pop(TEMPLATE_KEY, None) is not None:
+            file.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
 
 
 def copy_description(source: Path, target: Path, dtype: torch.dtype | None) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from megatron_opd.checkpoint.description import copy_description
+from megatron_opd.checkpoint.description import copy_description, put_template
 from megatron_opd.checkpoint.hf_files import check_complete, stored_tensors
 from megatron_opd.models.spec import read_model_spec
 
@@ -24,13 +24,15 @@ def export_hf(
     dtype: torch.dtype,
     max_file_bytes: int = MAX_FILE_BYTES,
     may_name: Callable[[], None] = lambda: None,
+    chat_template: str | None = None,
 ) -> None:
     """Write `tensors`, cast to `dtype`, with the configuration and tokenizer of `source`.
 
     `target` appears complete or not at all; an earlier checkpoint there is replaced.
     max_file_bytes: a new safetensors file is begun before one would exceed it. may_name: called
-    when all is written; raises when `target` must not appear. ValueError: the tensors are not
-    those of a model of `source`'s config.json, no more and no less.
+    when all is written; raises when `target` must not appear. chat_template: in place of the
+    source's. ValueError: the tensors are not those of a model of `source`'s config.json, no more
+    and no less.
     """
     target = target.absolute()
     part = target.with_name(f".{target.name}.part")
@@ -38,6 +40,8 @@ def export_hf(
     part.mkdir(parents=True)
     _write_tensors(tensors, part, dtype, max_file_bytes)
     copy_description(source, part, dtype)
+    if chat_template is not None:
+        put_template(part, chat_template)
     try:
         check_complete(stored_tensors(part), read_model_spec(part), target)
         may_name()

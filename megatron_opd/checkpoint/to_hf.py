@@ -22,7 +22,7 @@ from megatron_opd.checkpoint.conversion import (
     run,
 )
 from megatron_opd.checkpoint.crew import Crew
-from megatron_opd.checkpoint.description import copy_description
+from megatron_opd.checkpoint.description import copy_description, put_template
 from megatron_opd.checkpoint.digest import entry_of
 from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, file_tensors
 from megatron_opd.checkpoint.hf_reader import read_rows
@@ -43,10 +43,12 @@ def megatron_to_hf(
     crew: Crew,
     model: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
+    chat_template: str | None = None,
 ) -> Report:
     """Write a Megatron distributed checkpoint as a Hugging Face checkpoint, with its tensor names.
 
-    model: where config.json and the tokenizer are; None: in the source itself. Where the source
+    model: where config.json and the tokenizer are; None: in the source itself. chat_template: in
+    place of the tokenizer's. Where the source
     holds checksums of the tensors that it was made of, they are compared. dtype: None keeps each
     tensor's. ValueError, one line: the source is damaged or of another model, or holds what the
     model has no place for, the target exists, the disk is full.
@@ -59,7 +61,8 @@ def megatron_to_hf(
     sizes = {key: bytes_of(spec, key, kind) for key, kind in kind_of.items()}
     units = list(grouped(keys, sizes.values(), [0] * len(keys), max_file_bytes))
     options = {"model": str(model.resolve()), "max_file_bytes": max_file_bytes}
-    part = PartDir(target, plan_of(source, dtype, **options))
+    plan = plan_of(source, dtype, chat_template=chat_template, **options)
+    part = PartDir(target, plan)
     checksums = _read_checksums(source)
 
     def write(unit: int) -> Record:
@@ -93,6 +96,8 @@ def megatron_to_hf(
             (part.path / INDEX).write_text(text, encoding="utf-8")
         kinds = set(kind_of.values())
         copy_description(model, part.path, kinds.pop() if len(kinds) == 1 else dtype)
+        if chat_template is not None:
+            put_template(part.path, chat_template)
 
     def read_back(_: int, record: Record) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in file_tensors(part.path / record["file"]).items():

@@ -12,7 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megatron_opd.checkpoint.state_dirs import MANIFEST
+from megatron_opd.checkpoint.state_files import read_json
+from megatron_opd.cli.checkpoints import RUN
 from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.data.template import RunTemplate
 
 if TYPE_CHECKING:
     from megatron_opd.checkpoint.conversion import Report
@@ -129,9 +133,21 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
             crew=crew,
             model=arguments.model,
             max_file_bytes=limit,
+            chat_template=template_beside(source),
         )
 
     return _convert(arguments, work, megatron=source, hf=target)
+
+
+def template_beside(source: Path) -> str | None:
+    """Return the chat template of the user's that a run keeps beside its learner's weights.
+
+    None: it has none, or `source` is no run's. ValueError: what the run has kept is damaged.
+    """
+    step = source.resolve().parent
+    if not ((step / MANIFEST).is_file() and (step / RUN).is_file()):
+        return None
+    return RunTemplate.from_json(read_json(step / RUN).get("template")).exported
 
 
 def _dtype(arguments: argparse.Namespace) -> Any:

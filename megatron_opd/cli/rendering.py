@@ -85,7 +85,9 @@ def with_template(
     elif problem is not None:
         raise UserError(problem)
     tokenizer.chat_template = found
-    return replace(models, template=replace(fresh, origin=origin, source=found)), lines
+    return replace(
+        models, template=replace(fresh, origin=origin, source=found, own=file is not None)
+    ), lines
 
 
 def rendering_notes(config: Config, models: CheckedModels, every: Sequence[PromptSet]) -> list[str]:

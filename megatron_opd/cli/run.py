@@ -196,7 +196,8 @@ class PipelineRun(RunUpdates):
         if self.checkpoints is not None and config.checkpoint.keep_best:
             await self.checkpoints.rotate()  # the best one is known only now
         if config.checkpoint.export_hf:
-            await remote.export_hf(self.run_dir.final_checkpoint)
+            template = self.prepared.template.exported
+            await remote.export_hf(self.run_dir.final_checkpoint, chat_template=template)
             self._say(f"checkpoint: {self.run_dir.final_checkpoint}")
             if config.checkpoint.keep_best:
                 self._say(await export_best(config, self.run_dir, self.evaluations.run))

@@ -38,31 +38,40 @@ class RunTemplate:
     """Holds what prompts of one run are rendered with from its start on, whatever changes since.
 
     clock: the moment that templates are given. origin: the file or the model that the template came
-    from. source: its text; both None where no template is used.
+    from. source: its text; both None where no template is used. own: it is a file of the user's.
     """
 
     clock: datetime = field(default_factory=this_moment)
     origin: str | None = None
     source: Source = None
+    own: bool = False
+
+    @property
+    def exported(self) -> str | None:
+        """Returns the text that an exported model has in place of its own template, if any."""
+        return self.source if self.own and isinstance(self.source, str) else None
 
     def as_json(self) -> dict[str, Any]:
         """Return it as it is kept."""
-        return {"clock": self.clock.isoformat(), "origin": self.origin, "source": self.source}
+        clock = self.clock.isoformat()
+        return {"clock": clock, "origin": self.origin, "source": self.source, "own": self.own}
 
     @classmethod
     def from_json(cls, kept: Any) -> RunTemplate:
         """Return what was kept. ValueError: it is damaged."""
         try:
             clock = datetime.fromisoformat(kept["clock"])
-            origin, source = kept["origin"], kept["source"]
+            origin, source, own = kept["origin"], kept["source"], kept["own"]
         except (TypeError, KeyError, ValueError):
             raise ValueError("not a template and its clock") from None
         texts = [*source.keys(), *source.values()] if isinstance(source, dict) else [source]
-        if clock.tzinfo is not None or not all(
-            text is None or isinstance(text, str) for text in (origin, *texts)
+        if (
+            clock.tzinfo is not None
+            or type(own) is not bool
+            or not all(text is None or isinstance(text, str) for text in (origin, *texts))
         ):
             raise ValueError("not a template and its clock")
-        return cls(clock, origin, source)
+        return cls(clock, origin, source, own)
 
 
 def read_template(path: Path) -> str:

@@ -232,16 +232,28 @@ class MegatronLearner:
                     chunk.enable_forward_pre_hook()
 
     def export_hf(
-        self, target: Path, dtype: torch.dtype, may_write: Callable[[], None] = lambda: None
+        self,
+        target: Path,
+        dtype: torch.dtype,
+        may_write: Callable[[], None] = lambda: None,
+        chat_template: str | None = None,
     ) -> None:
         """Write the current weights as a Hugging Face checkpoint. Collective; rank 0 writes.
 
         may_write: called before the first byte and before the name; what it raises stops the rest.
+        chat_template: in place of the source's.
         """
         self.settle_weights()
         if self.world.rank == 0:
             may_write()
-            export_hf(self.full.tensors(), self.source, target, dtype, may_name=may_write)
+            export_hf(
+                self.full.tensors(),
+                self.source,
+                target,
+                dtype,
+                may_name=may_write,
+                chat_template=chat_template,
+            )
         else:
             for _ in self.full.tensors():
                 pass

@@ -200,7 +200,8 @@ class RankServer:
                 return Digests(piece_digests(self.sender.source, request.pieces, *held))
             case ExportHf():
                 dtype = DTYPES[request.dtype or self.config.learner.dtype]
-                self.learner.export_hf(Path(request.path), dtype, self._check_claim)
+                path, template = Path(request.path), request.chat_template
+                self.learner.export_hf(path, dtype, self._check_claim, template)
             case SaveState():
                 self.learner.settle_weights()
                 background = request.in_background

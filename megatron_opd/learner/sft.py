@@ -116,5 +116,7 @@ def run_sft(config: SftConfig) -> None:
         if validation is not None and (last or (update + 1) % config.validate_every == 0):
             row = replace(row, validation_loss=validation.loss())
         report(row)
-    learner.export_hf(Path(config.output), DTYPES[config.save_dtype])
+    own = tokenizer.chat_template if isinstance(config.chat_template, Path) else None
+    dtype = DTYPES[config.save_dtype]
+    learner.export_hf(Path(config.output), dtype, chat_template=own)
     report.say(f"wrote {config.output}")

@@ -157,11 +157,15 @@ class DigestPieces(msgspec.Struct, frozen=True, tag=True):
 
 
 class ExportHf(msgspec.Struct, frozen=True, tag=True):
-    """Asks to write the current weights as a Hugging Face checkpoint. dtype None: the learner's."""
+    """Asks to write the current weights as a Hugging Face checkpoint.
+
+    dtype: None: the learner's. chat_template: None: that of the model that the run started from.
+    """
 
     call: int
     path: str
     dtype: str | None
+    chat_template: str | None = None
 
 
 class SaveState(msgspec.Struct, frozen=True, tag=True):

@@ -251,9 +251,12 @@ class RemoteLearner:
         request = DigestPieces(self._roster.next_call(), list(pieces))
         return (await self._ask(request, Digests)).digests
 
-    async def export_hf(self, path: Path, dtype: str | None = None) -> None:
+    async def export_hf(
+        self, path: Path, dtype: str | None = None, chat_template: str | None = None
+    ) -> None:
         """Write the current weights as a Hugging Face checkpoint (a path on rank 0's machine)."""
-        await self._ask(ExportHf(self._roster.next_call(), _whole(path), dtype), Nothing)
+        call = self._roster.next_call()
+        await self._ask(ExportHf(call, _whole(path), dtype, chat_template), Nothing)
 
     async def save_state(self, path: Path, updates: int, *, in_background: bool) -> None:
         """Write the learner's state, or copy it to be written (see messages.SaveState)."""

@@ -14,6 +14,8 @@ from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.evaluation.progress import Progress
 
+BEGUN = RunTemplate()
+
 
 class FakeLearner:
     """Writes one file per rank, later than it answers if told to."""
@@ -67,18 +69,20 @@ def save_some(
     since: int = 0,
     at_end: int | None = None,
     evaluations: Any = None,
+    template: RunTemplate = BEGUN,
 ) -> Checkpoints:
     """Checkpoints after each of `updates`, as a run would make them.
 
     since: updates of the checkpoint that it was continued from. at_end: those after which it ends
-    early. evaluations: which checkpoints they want.
+    early. evaluations: which checkpoints they want. template: what it renders chats
+    with.
     """
     dirs = StepDirs(config.run.dir / "checkpoints")
     config.run.dir.mkdir(exist_ok=True)
     (config.run.dir / "config.resolved.yaml").write_text(dump_config(config))
     extras: dict[str, Any] = {"elapsed_s": 1.0, "wall_s": 1.0, "resumed_at_updates": []}
     extras |= {"evaluations": Progress().as_json(), "totals": {}}
-    extras["template"] = RunTemplate().as_json()
+    extras["template"] = template.as_json()
     parts = (dirs, config, learner, lambda: extras, lambda line: None, claim, since)
     kept = Checkpoints(*parts, evaluations=evaluations)
 

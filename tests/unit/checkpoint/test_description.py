@@ -144,6 +144,38 @@ def test_transformers_finds_every_named_template(as_files: bool, dense: Path, tm
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == templates
 
 
+OWN = "{{ messages[0].content }}\n{# the run's #}"
+
+
+def own_by_run(source: Path, target: Path) -> None:
+    tensors = load_file(source / "model.safetensors").items()
+    export_hf(iter(tensors), source, target, torch.float32, chat_template=OWN)
+
+
+def own_from_megatron(source: Path, target: Path) -> None:
+    megatron = target.with_name("megatron")
+    to_megatron(source, megatron)
+    megatron_to_hf(megatron, target, dtype=None, crew=Crew(), model=source, chat_template=OWN)
+
+
+@pytest.mark.parametrize("export", [own_by_run, own_from_megatron])
+@pytest.mark.parametrize("as_files", [True, False])
+def test_a_runs_own_template_is_the_only_one(
+    export: Callable[[Path, Path], None], as_files: bool, dense: Path, tmp_path: Path
+):
+    """Before: an export rendered with the templates of the model that the run began with."""
+    source = tmp_path / "source"
+    shutil.copytree(dense, source)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    tokenizer.chat_template = {"default": "{{ messages }}", "tool_use": "{{ tools }}"}
+    tokenizer.save_pretrained(source, save_jinja_files=as_files)
+    export(source, tmp_path / "out")
+    exported = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert exported.chat_template == OWN
+    assert "tool_use" not in (tmp_path / "out" / "tokenizer_config.json").read_text()
+    assert exported.get_vocab() == tokenizer.get_vocab()
+
+
 def test_a_hubs_cache_of_links_is_copied_as_files(source: Path, tmp_path: Path):
     blobs, snapshot = tmp_path / "hub" / "blobs", tmp_path / "hub" / "snapshots" / "7f"
     blobs.mkdir(parents=True)

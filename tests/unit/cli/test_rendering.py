@@ -1,12 +1,14 @@
 """What a run renders its prompts with, keeps of it, and tells the user."""
 
 import json
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_opd.cli.convert import template_beside
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.evaluate import questions_of
 from megatron_opd.cli.mismatch_run import prepare as prepare_mismatch
@@ -17,6 +19,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.data.template import RunTemplate
 from tests.support.cli_cases import call
 from tests.support.framed import BOS, framed
+from tests.support.kept_states import FakeLearner, make_config, save_some
 
 THEN = datetime(2024, 2, 29, 23, 59, 58)
 CLOCK = "{{ strftime_now('%Y-%m-%d %H:%M:%S') }} {% for m in messages %}{{ m.content }}{% endfor %}"
@@ -50,7 +53,7 @@ def test_a_run_goes_on_with_template_and_clock_of_its_start(
 ) -> None:
     file = with_file(tmp_path, config, CLOCK)
     valid = Config.model_validate(config)
-    began = RunTemplate(THEN, str(file), CLOCK)
+    began = RunTemplate(THEN, str(file), CLOCK, own=True)
     again = prepare(valid, kept=began)
     assert prompt_of(config, again) == "2024-02-29 23:59:58 1+1="
     assert again.template == began
@@ -68,7 +71,7 @@ def test_a_run_goes_on_with_template_and_clock_of_its_start(
     config["data"]["chat_template"] = str(other)
     changed = prepare(Config.model_validate(config), kept=began)
     assert prompt_of(config, changed) == "<1+1=>"
-    assert changed.template == RunTemplate(THEN, str(other), PLAIN)
+    assert changed.template == RunTemplate(THEN, str(other), PLAIN, own=True)
 
 
 def test_an_evaluation_stands_at_the_moment_of_the_run(
@@ -84,7 +87,8 @@ def test_an_evaluation_stands_at_the_moment_of_the_run(
     valid.run.dir.mkdir()
     kept = RunDir(valid.run.dir).template
     kept.write_text(json.dumps(RunTemplate(THEN).as_json()))
-    assert questions_of(valid).template == RunTemplate(THEN, str(tmp_path / "own.jinja"), CLOCK)
+    own = str(tmp_path / "own.jinja")
+    assert questions_of(valid).template == RunTemplate(THEN, own, CLOCK, own=True)
     kept.write_text("{}")
     with pytest.raises(UserError, match=r"template\.json is damaged"):
         questions_of(valid)
@@ -131,3 +135,16 @@ def test_a_long_prompt_is_shown_by_its_ends() -> None:
     assert text.startswith(f"'{BOS}abab")
     assert f"10002 ids: {ids[0]}, " in text
     assert first_prompt(tokenizer, ids[1:2]).endswith("1 ids: 69; special tokens: none")
+
+
+def test_a_converted_checkpoint_has_the_runs_template(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    own = RunTemplate(THEN, "/gone/own.jinja", PLAIN, own=True)
+    for template, found in ((own, PLAIN), (replace(own, own=False), None)):
+        save_some(config, FakeLearner(), [2], template=template)
+        step = config.run.dir / "checkpoints" / "step-000002"
+        assert template_beside(step / "learner") == found
+    assert template_beside(tmp_path) is None
+    (step / "run.json").write_text("{}")
+    with pytest.raises(ValueError, match="not a template and its clock"):
+        template_beside(step / "learner")

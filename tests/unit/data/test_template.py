@@ -73,9 +73,11 @@ def test_a_template_that_draws_lots_is_refused(template: str, found: str | None)
             render_prompts(["1+1="], tokenizer, Rendering(True))
 
 
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("source", [None, "a", {"default": "a", "tool_use": "b"}])
-def test_what_a_run_keeps_comes_back(source: Any):
-    kept = RunTemplate(THEN, "/models/one", source)
+def test_what_a_run_keeps_comes_back(source: Any, own: bool):
+    kept = RunTemplate(THEN, "/models/one", source, own)
+    assert kept.exported == ("a" if own and source == "a" else None)
     assert RunTemplate.from_json(json.loads(json.dumps(kept.as_json()))) == kept
 
 
@@ -88,6 +90,7 @@ def test_what_a_run_keeps_comes_back(source: Any):
         {"source": 5},
         {"source": {"default": None, "x": 5}},
         {"origin": ["a"]},
+        {"own": None},
     ],
 )
 def test_what_a_run_kept_must_be_whole(damage: dict[str, Any]):
