@@ -20,7 +20,7 @@ from megatron_opd.data.template import this_moment
 from megatron_opd.launch.gpus import gpus_here
 from megatron_opd.launch.parts import LEARNER, learner_part
 from megatron_opd.launch.placement import place
-from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
+from megatron_opd.models.spec import ModelSpec, read_model_spec
 
 GRACE_S = 5.0
 CONSOLE = Console(highlight=False)
@@ -29,10 +29,9 @@ CONSOLE = Console(highlight=False)
 def checked_pairs(config: SftConfig, spec: ModelSpec) -> list[str]:
     """Read every file as the learner will; return what the user should know. Raises UserError."""
     tokenizer = load_tokenizer(config.init, "init")
-    raw = checked(lambda: read_config(config.init / "config.json"))
-    limit, clock = spec.max_position, this_moment()
+    clock = this_moment()
     try:
-        rules = pair_rules(config, raw, tokenizer, limit, clock)
+        rules = pair_rules(config, tokenizer, spec, clock)
         files = [path for path in (config.train, config.validation) if path is not None]
         notes = [note for path in files for note in read_pairs(path, tokenizer, rules).notes]
     except ValueError as error:

@@ -7,7 +7,7 @@ response is what the student would sample behind it, with the token that ends it
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -17,12 +17,14 @@ import numpy as np
 
 from megatron_opd.config.sft import SftConfig
 from megatron_opd.config.wording import shown
+from megatron_opd.data.end_tokens import read_end_tokens
 from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.marks import KINDS, Mark
 from megatron_opd.data.messages import ASSISTANT, USER, Chat, Message
 from megatron_opd.data.records import Columns, Record, scan_records
 from megatron_opd.data.render import Rendered, Renderer, Rendering
 from megatron_opd.data.template import use_template
+from megatron_opd.models.spec import ModelSpec, read_config
 from megatron_opd.types import IntArray
 
 if TYPE_CHECKING:
@@ -77,28 +79,31 @@ class PairRules:
 
 
 def pair_rules(
-    config: SftConfig,
-    raw: Mapping[str, Any],
-    tokenizer: PreTrainedTokenizerBase,
-    max_tokens: int,
-    clock: datetime,
+    config: SftConfig, tokenizer: PreTrainedTokenizerBase, spec: ModelSpec, clock: datetime
 ) -> PairRules:
     """Return how the rows of a configuration become examples, and give the tokenizer its template.
 
-    raw: config.json of its model. max_tokens: its context. clock: the moment that templates are
-    given. ValueError: no template file, or nothing ends a response.
+    spec: of the model in config.init. clock: the moment that templates are given. ValueError: no
+    template file, or nothing ends a response.
     """
     use_template(tokenizer, config.chat_template)
     how = Rendering(
         bool(config.chat_template), config.system_prompt, config.chat_template_kwargs, clock
     )
     loaded: Any = tokenizer
-    named, eos = raw.get("eos_token_id"), loaded.eos_token_id
-    ids = [i for i in (eos, *(named if isinstance(named, list) else [named])) if i is not None]
-    if not ids:
-        raise ValueError(f"init: the tokenizer of {config.init} has no end-of-sequence token")
+    try:
+        ends = read_end_tokens(
+            config.init,
+            read_config(config.init / "config.json"),
+            spec.vocab_size,
+            loaded.eos_token_id,
+            loaded.get_added_vocab(),
+            spec.family.end_token,
+        )
+    except ValueError as error:
+        raise ValueError(f"init: {error}") from None
     keys = config.prompt_key, config.response_key, config.messages_key
-    return PairRules(*keys, how, frozenset(ids), ids[0], max_tokens)
+    return PairRules(*keys, how, frozenset(ends.ids), ends.written, spec.max_position)
 
 
 @dataclass(frozen=True, slots=True)

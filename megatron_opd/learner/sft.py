@@ -18,7 +18,6 @@ from megatron_opd.learner.micro_batch import SftMicro, sft_micro
 from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.optimizer import learning_rate
 from megatron_opd.learner.sft_report import Report, Row
-from megatron_opd.models.spec import read_config
 
 
 def batches(pairs: list[Pair], batch_size: int, seed: int) -> Iterator[list[Pair]]:
@@ -85,10 +84,8 @@ def run_sft(config: SftConfig) -> None:
         seed=config.run.seed,
         fresh_seed=config.run.seed,
     )
-    limit = learner.spec.max_position
     tokenizer: Any = AutoTokenizer.from_pretrained(str(config.init), local_files_only=True)
-    raw = read_config(config.init / "config.json")
-    rules = pair_rules(config, raw, tokenizer, limit, agreed_moment(learner.world))
+    rules = pair_rules(config, tokenizer, learner.spec, agreed_moment(learner.world))
     pairs = read_pairs(config.train, tokenizer, rules).pairs
     validation = None
     if config.validation is not None:

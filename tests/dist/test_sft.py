@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from megatron_opd.data.pairs import Pair, pair_rules
 from megatron_opd.data.pairs import read_pairs as read_file
 from megatron_opd.data.template import this_moment
 from megatron_opd.learner.sft import batches
+from megatron_opd.models.spec import read_model_spec
 from tests.dist import jobs
 from tests.dist.worlds import run_world
 from tests.support.figures import bounded
@@ -125,9 +127,8 @@ def started(weightless, data, tmp_path_factory):
 def read_pairs(config: SftConfig, path: Path, max_tokens: int) -> list[Pair]:
     """The examples of a file, as the learner reads them."""
     tokenizer = AutoTokenizer.from_pretrained(config.init)
-    raw = json.loads((config.init / "config.json").read_text())
-    rules = pair_rules(config, raw, tokenizer, max_tokens, this_moment())
-    return read_file(path, tokenizer, rules).pairs
+    rules = pair_rules(config, tokenizer, read_model_spec(config.init), this_moment())
+    return read_file(path, tokenizer, replace(rules, max_tokens=max_tokens)).pairs
 
 
 def test_pairs_and_their_mistakes(weightless, data, tmp_path):

@@ -198,12 +198,13 @@ def test_the_rows_of_evaluations_are_those_that_the_checkpoint_knows(tmp_path: P
     assert rows.read_text() == ""
 
 
-def test_damaged_evaluations_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("key", ["evaluations", "template"])
+def test_damaged_evaluations_and_templates_are_named(tmp_path: Path, key: str) -> None:
     config = make_config(tmp_path)
     save_some(config, FakeLearner(), [2])
     step = config.run.dir / "checkpoints" / "step-000002"
     extras = json.loads((step / RUN).read_text())
-    extras["evaluations"]["pending"] = "none"
+    extras[key] |= {"pending": "none", "clock": "none"}
     (step / RUN).write_text(json.dumps(extras))
     manifest = json.loads((step / "manifest.json").read_text())
     found = sum_file(step, RUN)

@@ -1,6 +1,8 @@
 """Examples for fine-tuning against a run's prompts and transformers' own rendering."""
 
 import json
+import shutil
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -8,9 +10,11 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megatron_opd.config.sft import SftConfig
 from megatron_opd.data.messages import read_chat
-from megatron_opd.data.pairs import Pair, PairRules, read_pairs
+from megatron_opd.data.pairs import Pair, PairRules, pair_rules, read_pairs
 from megatron_opd.data.render import Rendered, Rendering, render_prompts
+from megatron_opd.models.spec import read_model_spec
 from tests.support.framed import BOS, STOP, TURN, framed
 
 TEMPLATE = (
@@ -152,3 +156,18 @@ def test_what_cannot_be_learnt_as_it_is_sampled_is_refused(
 ):
     with pytest.raises(ValueError, match=rf"rows\.jsonl:1: .*{words}"):
         pairs_of(tmp_path, tokenizer_with(template), row)
+
+
+def test_what_ends_a_response_is_what_the_servers_of_the_model_end_at(models: Path, tmp_path: Path):
+    """Also an id that only generation_config.json names."""
+    init = tmp_path / "init"
+    shutil.copytree(models / "student", init)
+    tokenizer = tokenizer_with(TEMPLATE)
+    stop = tokenizer.convert_tokens_to_ids(STOP)
+    (init / "generation_config.json").write_text(json.dumps({"eos_token_id": [stop, 1]}))
+    (init / "own.jinja").write_text(TEMPLATE)
+    given = {"init": str(init), "output": "x", "train": "x", "chat_template": init / "own.jinja"}
+    config = SftConfig.model_validate(given)
+    found = pair_rules(config, tokenizer, read_model_spec(init), datetime(2024, 1, 1))
+    assert found.end_ids >= {stop, 1}
+    assert found.end_id == tokenizer.eos_token_id
