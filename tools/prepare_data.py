@@ -24,8 +24,8 @@ from data_recipes import FORMS, IDS, RECIPES, NoProblem, Recipe, bare, key_of, o
 
 from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.files import located_rows
+from megatron_opd.data.lines import Located
 from megatron_opd.data.messages import chat_text, read_chat
-from megatron_opd.data.tables import Located
 
 PROMPTS = ("problem", "prompt")
 CONTRADICTING = "with contradicting answers"

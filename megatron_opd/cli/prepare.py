@@ -38,6 +38,7 @@ from megatron_opd.data.judge import Judge
 from megatron_opd.data.prompts import PromptRules, PromptSet, load_prompts
 from megatron_opd.data.records import Columns
 from megatron_opd.data.response_text import ResponseText
+from megatron_opd.data.shards import is_there
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.data.template import RunTemplate
@@ -194,7 +195,7 @@ def key_of_set(config: Config, name: str) -> str:
 
 
 def _is_here(path: Path) -> bool:
-    return path.exists() or is_source(path)
+    return is_there(path) or is_source(path)
 
 
 def read_train(

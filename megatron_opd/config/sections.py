@@ -76,11 +76,12 @@ class DataConfig(Section):
     """Names the prompt files, with a `prompt` and an optional `answer` column (docs/data.md)."""
 
     train: TrainFiles
-    """Prompts to learn on: a JSONL or parquet file, a directory that `save_to_disk` of the library
-    datasets has written, or MODULE:FUNCTION, a function of your own that returns the rows as
-    mappings, the same ones every time. Or a list of them, which are read as one file; or of
-    mappings with `path` and `weight`: then each prompt is drawn from a file with the probability
-    weight / sum of weights, and a file that is read to its end begins again."""
+    """Prompts to learn on: a file of JSONL, JSON, parquet or CSV, a folder of such files or a
+    pattern such as data/train-*.parquet, a directory that `save_to_disk` of the library datasets
+    has written, or MODULE:FUNCTION, a function of your own that returns the rows as mappings, the
+    same ones every time. Or a list of them, which are read as one file; or of mappings with `path`
+    and `weight`: then each prompt is drawn from a file with the probability weight / sum of
+    weights, and a file that is read to its end begins again."""
     epochs: PositiveInt | None = None
     """Ends the run, before run.max_steps, once data.train is used up: when a file would be read
     more than this many times. Samples that are left and fill no batch are dropped and counted

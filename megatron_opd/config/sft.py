@@ -31,7 +31,7 @@ class SftConfig(Section):
     output: FilePath
     """Directory in which the fine-tuned Hugging Face checkpoint is written."""
     train: FilePath
-    """JSONL or parquet file with a prompt and a response column, to train on."""
+    """File, folder or pattern of files with a prompt and a response column, to train on."""
     prompt_key: str = "prompt"
     """Name of the column that holds the prompt: text, or with chat_template a list of messages."""
     response_key: str = "response"

@@ -20,7 +20,7 @@ class TrainFile(Section):
     """Names one file of prompts, and how often it is drawn from."""
 
     path: FilePath
-    """JSONL or parquet file, directory of the library `datasets`, or MODULE:FUNCTION."""
+    """File, folder or pattern of files, directory of the library `datasets`, or MODULE:FUNCTION."""
     weight: Annotated[float, Field(gt=0, le=MAX_WEIGHT)] | None = None
     """Share of the prompts drawn from it, relative to the other files' weights."""
 

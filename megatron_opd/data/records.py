@@ -65,6 +65,11 @@ class Columns:
         return tuple(key for key in (self.reward_weight, self.teacher_weight) if key is not None)
 
     @property
+    def numbers(self) -> tuple[str, ...]:
+        """Returns the columns that hold numbers."""
+        return (*self.limits, *self.weights)
+
+    @property
     def wanted(self) -> tuple[str, ...]:
         """Returns all columns that are read, each once."""
         optional = (*self.answers, *self.limits, *self.stops, *self.names, *self.tasks)
@@ -94,7 +99,7 @@ def scan_records(path: Path, columns: Columns) -> Iterator[tuple[str, Record] | 
 
     path: see located_rows. Raises ValueError (one line) for what cannot be read at all.
     """
-    for row in located_rows(path, columns.wanted, columns.required):
+    for row in located_rows(path, columns.wanted, columns.required, columns.numbers):
         if isinstance(row, Fault):
             yield row
             continue

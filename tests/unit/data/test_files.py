@@ -5,7 +5,7 @@ import zlib
 
 import pytest
 
-from megatron_opd.data import files
+from megatron_opd.data import files, lines
 from megatron_opd.data.faults import Fault
 from megatron_opd.data.files import data_crc32, located_rows
 
@@ -27,13 +27,12 @@ def test_a_mark_in_the_middle_is_a_fault(tmp_path):
 
 
 def test_a_line_that_is_too_long_is_one_fault(tmp_path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(files, "MAX_LINE_BYTES", 100)
+    monkeypatch.setattr(lines, "MAX_LINE_BYTES", 100)
     path = tmp_path / "a.jsonl"
     fits = json.dumps({"prompt": "x" * 85})
     assert len(fits) + 1 == 100
     long = [json.dumps({"prompt": "x" * length}) for length in (86, 500)]
-    lines = [fits, long[0], fits, long[1], fits]
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join([fits, long[0], fits, long[1], fits]))
     found = rows(path)
     assert [type(row) for row in found] == [tuple, Fault, tuple, Fault, tuple]
     assert str(found[1]) == f"{path}:2: a line may have 100 bytes, this one has more"

@@ -149,8 +149,8 @@ def test_ids_beyond_the_models_vocabulary_are_refused(tmp_path, tokenizer):
 def test_mistakes_in_files(tmp_path):
     with pytest.raises(ValueError, match=r"data file not found: .*none\.jsonl"):
         read_records(tmp_path / "none.jsonl", ["prompt"])
-    with pytest.raises(ValueError, match=r"data files end with \.jsonl or \.parquet"):
-        read_records(write_lines(tmp_path / "a.csv", "prompt\na\n"), ["prompt"])
+    with pytest.raises(ValueError, match=r"data files end with \.jsonl, \.ndjson"):
+        read_records(write_lines(tmp_path / "a.txt", "prompt\na\n"), ["prompt"])
     broken = write_lines(tmp_path / "a.parquet", "PAR1 no")
     with pytest.raises(ValueError, match=r"a\.parquet: not a readable parquet file") as caught:
         read_records(broken, ["prompt"])

@@ -76,12 +76,6 @@ def test_a_state_that_does_not_fit_is_one_line(tmp_path, state, words):
     assert "\n" not in str(caught.value)
 
 
-def test_a_directory_that_is_no_data_set_says_what_to_name(tmp_path):
-    (tmp_path / "train.parquet").write_bytes(b"")
-    with pytest.raises(ValueError, match=r"a directory without state\.json: name its \.jsonl or"):
-        read_records(tmp_path, ["prompt"])
-
-
 def test_damaged_arrow_files_and_missing_columns(tmp_path):
     path = saved(tmp_path / "set", [{"prompt": "a"}])
     with pytest.raises(ValueError, match="missing column 'gold'; the columns are 'prompt'"):

@@ -192,7 +192,7 @@ def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, capsys):
         ([good, "-o", tmp_path / "no" / "o.jsonl"], "-o must name a new .jsonl file"),
         ([good, "-o", new, "--exclude", empty], "empty.jsonl holds no rows"),
         ([good, "-o", new, "--exclude", odd], "odd.jsonl:1: missing column 'prompt'"),
-        ([tmp_path, "-o", new], "a directory without state.json"),
+        ([tmp_path / "*.csv", "-o", new], "data file not found: no file fits"),
     ):
         with pytest.raises(SystemExit) as caught:
             exit_code("prepare_data", "gsm8k", *map(str, words))
