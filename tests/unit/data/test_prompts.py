@@ -7,9 +7,10 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
+from megatron_opd.data import prompts
 from megatron_opd.data.prompts import PromptRules, load_prompts
 from megatron_opd.data.records import Columns, read_records
-from megatron_opd.data.render import Rendering
+from megatron_opd.data.render import Renderer, Rendering
 from megatron_opd.data.tokenizer import build_tokenizer
 
 
@@ -412,3 +413,39 @@ def test_a_weight_that_is_none_is_located(tmp_path, tokenizer, row, cause, words
     found = weighed(tmp_path, tokenizer, good, good | row)
     assert found.skipped == {cause: 1}
     assert found.first[cause].endswith(f":2: {words}")
+
+
+def test_parts_of_any_length_give_the_same(tmp_path, tokenizer, monkeypatch):
+    rows = [{"prompt": "q" * (n % 7), "by": None if n < 30 else "x"} for n in range(40)]
+    lines = [json.dumps(row) + "\n" for row in rows]
+    lines[3] = lines[20] = "{\n"
+    path = write_lines(tmp_path / "a.jsonl", *lines)
+    columns = Columns(("prompt",), stops=("by", "absent"))
+    allowed = PromptRules(columns, 4, max_bad_fraction=0.9)
+    found = []
+    for length in (1, 3, 39, 40, 1000):
+        monkeypatch.setattr(prompts, "ROWS_AT_ONCE", length)
+        found.append(load_prompts(path, tokenizer, allowed))
+    plain = [
+        (n, json.loads(line)["prompt"]) for n, line in enumerate(lines, start=1) if n not in (4, 21)
+    ]
+    for each in found:
+        usable = [(f"{path}:{n}", text) for n, text in plain if 0 < len(text) <= 4]
+        assert [(prompt.row_id, prompt.text) for prompt in each.prompts] == usable
+        assert [prompt.uid for prompt in each.prompts] == list(range(len(usable)))
+        assert each.skipped == {"empty": 6, "malformed": 2, "too_long": 9}
+        assert list(each.skipped) == ["empty", "malformed", "too_long"]
+        assert each.first["too_long"] == f"{path}:6: 5 tokens, the limit is 4"
+        assert (each.rows, each.longest, each.unseen) == (40, 6, {"absent"})
+
+
+def test_no_more_rows_are_tokenised_at_once_than_said(tmp_path, tokenizer, monkeypatch):
+    together = []
+    render = Renderer.render
+    monkeypatch.setattr(
+        Renderer, "render", lambda self, texts: together.append(len(texts)) or render(self, texts)
+    )
+    path = write_lines(tmp_path / "a.jsonl", *['{"prompt": "a"}\n'] * 1000)
+    assert len(load_prompts(path, tokenizer, rules()).prompts) == 1000
+    assert max(together) == prompts.ROWS_AT_ONCE
+    assert sum(together) == 1000
