@@ -1,37 +1,12 @@
-"""Checks a role's `extra_args`: only whole options of SGLang that no other key decides."""
+"""Checks a role's `extra_args`: only whole options of SGLang that leave its model alone."""
 
 from __future__ import annotations
 
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.roles import STUDENT, Role
+from megatron_opd.cli.roles import Role
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
-from sglang_bridge.server import options
-
-# Setting of SGLang -> what to use instead; {role} is the section.
-DECIDED = {
-    "model_path": "{role}.model",
-    "tokenizer_path": "{role}.model, whose tokenizer is used",
-    "host": "{role}.host",
-    "port": "{role}.base_port",
-    "dtype": "{role}.dtype",
-    "tp_size": "{role}.tp",
-    "pp_size": "{role}.tp, because a server gets one GPU for each of its tp ranks",
-    "base_gpu_id": "{role}.gpus",
-    "gpu_id_step": "{role}.gpus",
-    "ep_size": "{role}.ep",
-    "context_length": "{role}.context_length",
-    "max_total_tokens": "{role}.max_total_tokens",
-    "max_running_requests": "{role}.max_running_requests",
-    "mem_fraction_static": "{role}.mem_fraction_static",
-    "random_seed": "run.seed",
-    "weight_version": "run.max_steps, which are counted as versions",
-    "enable_return_routed_experts": "learner.routing_replay: rollout",
-    "enable_deterministic_inference": "run.deterministic",
-    "api_key": "{role}.api_key_env: a key in a config would be in files and logs",
-    "admin_api_key": "{role}.api_key_env: a key in a config would be in files and logs",
-    "config": "{role}.extra_args itself, one list item per argument",
-}
+from sglang_bridge.server import option_rules, options
 
 
 def check_stops(config: Config) -> None:
@@ -47,7 +22,7 @@ def check_stops(config: Config) -> None:
 
 
 def check_extra_args(section: ServerConfig, role: Role) -> None:
-    """Raise UserError for what is not an option of SGLang, or overrides other keys."""
+    """Raise UserError for what is not an option of SGLang, or one that a run may not set."""
     key = f"{role}.extra_args"
     try:
         given = options.given(section.extra_args)
@@ -56,8 +31,8 @@ def check_extra_args(section: ServerConfig, role: Role) -> None:
             f"{key} must be whole options of SGLang, one list item per argument: {error}"
         ) from None
     for option, setting in given.items():
-        if setting == "quantization" and (role == STUDENT or section.quantization is not None):
-            raise UserError(f"{key} must not hold {option}: use {role}.quantization")
-        if setting in DECIDED:
-            instead = DECIDED[setting].format(role=role)
-            raise UserError(f"{key} must not hold {option}: use {instead}")
+        why = option_rules.why_refused(setting, role)
+        if setting == "quantization" and section.quantization is not None:
+            why = f"use {role}.quantization"
+        if why is not None:
+            raise UserError(f"{key} must not hold {option}: {why}")

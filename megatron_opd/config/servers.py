@@ -105,7 +105,8 @@ class ServerConfig(Section):
     little."""
     extra_args: Texts = ()
     """Further arguments for the server's command line, one list item per argument, such as
-    ["--attention-backend", "triton"]."""
+    ["--attention-backend", "triton"]. What would change the served model, its tokens or its
+    sampling is refused."""
 
     @field_validator("urls")
     @classmethod

@@ -305,7 +305,9 @@ def test_a_server_that_dies_while_starting_shows_its_log(
     inputs: Path, tmp_path: Path, start: Callable[..., Running]
 ):
     """The student server is the run's own too: it is ended while it starts."""
-    config = write_config(inputs, tmp_path, teacher={"extra_args": ["--load-format", "no-such"]})
+    config = write_config(
+        inputs, tmp_path, teacher={"extra_args": ["--attention-backend", "no-such"]}
+    )
     done = start(config).finish(START_TIMEOUT_S)
     assert done.code == 2, done.output
     assert "teacher server" in done.output

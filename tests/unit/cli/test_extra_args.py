@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.extra_args import DECIDED, check_extra_args, check_stops
+from megatron_opd.cli.extra_args import check_extra_args, check_stops
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from sglang_bridge.server import options
+from sglang_bridge.server.option_rules import DECIDED
 from sglang_bridge.server.spec import ServerSpec, server_command
 from tests.support.cli_cases import call, refused, small_config, tiny_models
 
@@ -29,8 +30,8 @@ def check(*extra_args: str) -> None:
         ("--log-level", "warning"),
         ("--log-level=warning",),
         ("--chunked-prefill-size", "512", "--disable-radix-cache"),
-        ("--lora-target-modules", "a", "b"),
-        ("--json-model-override-args", '{"a": "--host"}'),
+        ("--cuda-graph-bs-decode", "1", "2"),
+        ("--radix-eviction-policy-config", '{"a": "--host"}'),
     ],
 )
 def test_whole_options_pass(extra_args: tuple[str, ...]):
@@ -73,7 +74,20 @@ def test_a_teacher_may_be_quantised_by_sglang_itself():
         (["--enable-deterministic-inference"], ["run.deterministic"]),
         (["--log-levle", "info"], ["--log-levle"]),
         (["--log-level"], ["--log-level", "expected one argument"]),
-        (["--max-loaded-loras", "many"], ["--max-loaded-loras", "invalid int"]),
+        (["--watchdog-timeout", "many"], ["--watchdog-timeout", "invalid float"]),
+        (["--json-model-override-args", "{}"], ["changes the model", "student.model alone"]),
+        (["--json-model-override-args={}"], ["--json-model-override-args", "changes the model"]),
+        (["--json-model-over={}"], ["--json-model-over", "abbreviations"]),
+        (["--json_model_override_args={}"], ["not an option of SGLang"]),
+        (["--load-format=dummy"], ["changes the model"]),
+        (["--model-impl", "transformers"], ["changes the model"]),
+        (["--kv-cache-dtype", "fp8_e5m2"], ["rounds weights, keys, values"]),
+        (["--lora-paths", "a"], ["merge them into it"]),
+        (["--chat-template", "c"], ["student.model's tokenizer"]),
+        (["--speculative-algorithm", "NGRAM"], ["one at a time"]),
+        (["--sampling-defaults", "model"], ["one at a time"]),
+        (["--cpu-offload-gb", "1"], ["a weight sync could not write"]),
+        (["--dp-size", "2"], ["student.servers"]),
         (["warning"], ["warning"]),
         (["-h"], ["-h"]),
         (["--help"], ["--help"]),
@@ -127,8 +141,11 @@ def test_whatever_our_command_line_holds_is_decided():
     check("--moe-runner-backend", "triton")
 
 
-def test_every_decided_setting_exists():
-    assert set(DECIDED) <= set(options.names_by_option().values())
+@pytest.mark.parametrize("role", ["teacher", "teachers.math"])
+def test_what_only_a_teacher_may_be_given(role: str):
+    check_extra_args(ServerConfig(model="m", extra_args=("--cpu-offload-gb", "1")), role)
+    with pytest.raises(UserError, match=rf"config\.json and {role}\.model alone may do"):
+        check_extra_args(ServerConfig(model="m", extra_args=("--load-format", "dummy")), role)
 
 
 def test_help_does_not_pay_for_it():
