@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron_opd.config.wording import line, shown
 from megatron_opd.models.families import in_memory
+from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import expected_tensors
 
@@ -31,6 +32,8 @@ DTYPE_BITS = {
 }
 # The format's own limit.
 MAX_HEADER_BYTES = 100_000_000
+CHUNK_BYTES = 2**24
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SHOWN = 3
 MODEL_PREFIXES = ("model.", "lm_head.")
 """Starts of the names of a language model's own tensors."""
@@ -49,8 +52,8 @@ class Stored:
 
     @property
     def num_bytes(self) -> int:
-        """Count the bytes of its data; 0 for a dtype that nothing here reads."""
-        return prod(self.shape) * ITEM_BYTES.get(self.dtype, 0)
+        """Count the bytes of its data."""
+        return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
@@ -61,8 +64,13 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     index = path / INDEX
     if not index.exists():
         if not (path / SINGLE).is_file():
-            raise ValueError(f"{path} holds neither {SINGLE} nor {INDEX}")
-        return file_tensors(path / SINGLE)
+            raise ValueError(other_kind(path) or f"{path} holds neither {SINGLE} nor {INDEX}")
+        tensors = file_tensors(path / SINGLE)
+        others = sorted(each.name for each in path.glob("*.safetensors") if each.name != SINGLE)
+        # of these two SGLang knows that they are one model in two formats
+        for name in others if others != ["consolidated.safetensors"] else ():
+            _check_same(path, tensors, name, f"SGLang reads {name} too, for there is no {INDEX}")
+        return tensors
     try:
         weight_map: Any = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         if not isinstance(weight_map, dict) or not all(map(_is_name, weight_map.values())):
@@ -86,7 +94,38 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     unlisted = [tensor for tensor in tensors if tensor not in weight_map]
     if unlisted:
         raise ValueError(f"{index} lacks an entry for {some(unlisted)}")
+    if SINGLE not in files and (path / SINGLE).is_file():
+        why = f"transformers reads {SINGLE} and SGLang the files of {INDEX}"
+        _check_same(path, tensors, SINGLE, why)
     return tensors
+
+
+def _check_same(path: Path, tensors: Mapping[str, Stored], name: str, why: str) -> None:
+    """Raise ValueError unless the file `name` beside `tensors` holds exactly them."""
+    other = file_tensors(path / name)
+    if other.keys() != tensors.keys() or not all(
+        same_data(stored, other[tensor]) for tensor, stored in tensors.items()
+    ):
+        mine = ", ".join(sorted({stored.file.name for stored in tensors.values()})[:SHOWN])
+        raise ValueError(
+            f"{path} holds two models, {name} and {mine}: {why}. Remove the one that is not meant"
+        )
+
+
+def same_data(one: Stored, other: Stored) -> bool:
+    """Return whether two tensors are equal in type, shape and every byte. May raise OSError."""
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    with one.file.open("rb") as first, other.file.open("rb") as second:
+        first.seek(one.offset)
+        second.seek(other.offset)
+        left = one.num_bytes
+        while left:
+            size = min(left, CHUNK_BYTES)
+            if first.read(size) != second.read(size):
+                return False
+            left -= size
+    return True
 
 
 def file_tensors(file: Path) -> dict[str, Stored]:
@@ -95,6 +134,8 @@ def file_tensors(file: Path) -> dict[str, Stored]:
         size = file.stat().st_size
         with file.open("rb") as stream:
             length = int.from_bytes(stream.read(8), "little")
+            if is_pointer(file):
+                raise ValueError(pointer_line(file))
             if not 0 < length <= min(size - 8, MAX_HEADER_BYTES):
                 raise ValueError("its header is incomplete")
             header = _header(stream.read(length))
@@ -232,8 +273,21 @@ def check_complete(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -
         stored = find(tensors, name)
         assert stored is not None, name
         check_shape(stored, shape, path, name)
+    check_tied(tensors, spec, path)
     extra = unread_tensors(tensors, spec)
     _refuse_extra([name for name in extra if name.startswith(MODEL_PREFIXES)], spec, path)
+
+
+def check_tied(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -> None:
+    """Raise ValueError when a tied model's own head, if one is stored, is not its embedding."""
+    if not spec.tied or HEAD not in tensors or EMBEDDING not in tensors:
+        return
+    if not same_data(tensors[HEAD], tensors[EMBEDDING]):
+        raise ValueError(
+            f"{path}: {HEAD} must equal {EMBEDDING} when tie_word_embeddings is true, as "
+            "transformers would use the one and SGLang and the learner the other: set "
+            f"tie_word_embeddings to false to use {HEAD}, or leave it out of the checkpoint"
+        )
 
 
 def unread_tensors(tensors: Mapping[str, Stored], spec: ModelSpec) -> list[str]:

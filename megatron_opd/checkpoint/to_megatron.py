@@ -21,7 +21,7 @@ from megatron_opd.checkpoint.conversion import (
 from megatron_opd.checkpoint.crew import Crew
 from megatron_opd.checkpoint.description import copy_description
 from megatron_opd.checkpoint.hf_files import check_tensors
-from megatron_opd.checkpoint.hf_reader import SafetensorsSource, read_rows
+from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.checkpoint.megatron_writer import Target, finish, write_unit
 from megatron_opd.checkpoint.part_dir import PartDir
@@ -53,7 +53,6 @@ def hf_to_megatron(
     spec.check_parallel(parallel)
     tensors = SafetensorsSource(source)
     check_tensors(tensors.tensors, spec, source)
-    _check_tied(tensors, spec)
     keys = list(model_keys(spec))
     sizes = {
         key: bytes_of(spec, key, dtype or tensors.dtype_of(next(iter(hf_shapes(spec, key)))))
@@ -101,22 +100,3 @@ def _home(spec: ModelSpec, parallel: ParallelConfig, key: Key) -> int:
         first = row_of(spec.family, key).mcore[0].startswith("embedding.")
         stage = 0 if first else parallel.pp - 1
     return stage * parallel.ep + max(0, key.expert) // experts
-
-
-def _check_tied(tensors: SafetensorsSource, spec: ModelSpec) -> None:
-    """Check that a tied model's own lm_head.weight, if there is one, equals the embedding.
-
-    ValueError: config.json says tied, the tensors say not; nothing could hold both.
-    """
-    names = ("model.embed_tokens.weight", "lm_head.weight")
-    if not spec.tied or names[1] not in tensors.tensors:
-        return
-    rows = 4096
-    for start in range(0, spec.vocab_size, rows):
-        count = min(rows, spec.vocab_size - start)
-        one, other = (read_rows(tensors.tensors[name], start, count) for name in names)
-        if one.dtype != other.dtype or not torch.equal(one, other):
-            raise ValueError(
-                f"{tensors.path}: lm_head.weight must equal model.embed_tokens.weight when "
-                f"tie_word_embeddings is true, rows {start} to {start + count - 1} differ"
-            )

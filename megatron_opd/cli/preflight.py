@@ -23,6 +23,7 @@ from megatron_opd.config.wording import shown
 from megatron_opd.data.end_tokens import EndTokens, read_end_tokens
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.models.families import FAMILIES, MIXTRAL
+from megatron_opd.models.file_kinds import ADAPTER, adapter_line
 from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
 from megatron_opd.planning import learner as planning_learner
 from megatron_opd.planning import servers as planning_servers
@@ -56,6 +57,8 @@ def read_model(path: Path, key: str) -> ModelFacts:
     """Read config.json of a checkpoint; `key` is the config key that named it. Raises UserError."""
     if not path.is_dir():
         raise UserError(f"{key} must be a Hugging Face checkpoint directory, not found: {path}")
+    if (path / ADAPTER).is_file():  # transformers would load it on top of what lies beside it
+        raise UserError(f"{key}: {adapter_line(path)}")
     try:
         raw = read_config(path / "config.json")
     except ValueError as error:
@@ -120,7 +123,7 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
     for role, facts in models.items():
         check_vocabulary_size(f"{role}.model", facts.vocab_size, student.vocab_size)
         if role not in absent:
-            check_weights(facts.path, f"{role}.model", facts.spec)
+            check_weights(facts.path, f"{role}.model", facts.spec, trained=role == STUDENT)
     tokenizer, notes = None, list[str]()
     ends: dict[Role, EndTokens] = {}
     if STUDENT not in absent or has_tokenizer(student.path):

@@ -7,8 +7,9 @@ from pathlib import Path
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.extra_args import check_extra_args, check_stops
 from megatron_opd.cli.placing import gpus_of_server
-from megatron_opd.cli.preflight import require_free, server_ports
+from megatron_opd.cli.preflight import read_model, require_free, server_ports
 from megatron_opd.cli.roles import STUDENT, Role, section_of
+from megatron_opd.cli.weights import check_weights
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.launch.placement import UNPLACED, Placement
@@ -97,6 +98,8 @@ def _check_for_device(spec: ServerSpec, role: Role) -> None:
 def server_spec(config: Config, role: Role, index: int) -> ServerSpec:
     """Return server `index` of a role on its configured port and GPUs. Raises UserError."""
     section = section_of(config, role)
+    key = f"{role}.model"
+    check_weights(section.model, key, read_model(section.model, key).spec, trained=role == STUDENT)
     port = section.base_port + index
     require_free(section.host, port, f"{role}.base_port")
     gpus = gpus_of_server(config, role, index)

@@ -13,6 +13,7 @@ from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.prepare import checked
 from megatron_opd.cli.rendering import frame_notes, template_notes
 from megatron_opd.cli.tokenizer_files import load_tokenizer
+from megatron_opd.cli.weights import check_weights, has_weights
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.sft import SftConfig
 from megatron_opd.data.pairs import pair_rules, read_pairs
@@ -53,11 +54,13 @@ def _in_words_of_sft(text: str) -> str:
 def run_sft(config: SftConfig) -> int:
     """Check the input, train in a child world that shares our output, and write the checkpoint."""
     parallel = config.learner.parallel
-    if not (config.init / "config.json").is_file():
+    if not config.init.is_dir():
         raise UserError(f"init must be a directory with a config.json, got {config.init}")
     if config.output.exists() and any(config.output.iterdir()):
         raise UserError(f"output must be a new or empty directory, got {config.output}")
     spec = checked(lambda: read_model_spec(config.init))
+    if has_weights(config.init):
+        check_weights(config.init, "init", spec, trained=True)
     checked(lambda: spec.check_parallel(parallel, uneven=config.learner.uneven_stages))
     check_megatron(spec, config.learner)
     for note in checked_pairs(config, spec):

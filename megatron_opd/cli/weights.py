@@ -10,7 +10,9 @@ from megatron_opd.checkpoint.hf_files import (
     INDEX,
     SINGLE,
     check_complete,
+    check_dtype,
     check_shape,
+    check_tied,
     find,
     some,
     stored_tensors,
@@ -18,6 +20,7 @@ from megatron_opd.checkpoint.hf_files import (
 )
 from megatron_opd.cli.errors import UserError
 from megatron_opd.models.families import in_memory
+from megatron_opd.models.file_kinds import other_kind
 from megatron_opd.models.spec import ModelSpec, read_config
 from megatron_opd.models.tensors import expected_tensors
 
@@ -27,7 +30,9 @@ MODELOPT = "hf_quant_config.json"
 
 
 def has_weights(path: Path) -> bool:
-    """Return whether `path` holds safetensors files, complete or not."""
+    """Return whether `path` holds weights, complete or not, as safetensors or otherwise."""
+    if other_kind(path) is not None:
+        return True
     return (path / INDEX).exists() or (path / SINGLE).exists() or any(path.glob("*.safetensors"))
 
 
@@ -38,18 +43,30 @@ def check_finite(path: Path, key: str) -> None:
             raise UserError(f"{key}: {path}: tensor {name} holds {found}")
 
 
-def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
+def check_weights(path: Path, key: str, spec: ModelSpec, *, trained: bool = False) -> None:
     """Raise UserError, naming the file or the tensor, when the weights cannot be `spec`'s.
 
-    Only headers are read. A server may be given a quantised checkpoint, whose matrices have names
+    trained: a learner must be able to take them. Only headers are read, but where two copies of
+    something must be equal. A server may be given a quantised checkpoint, whose matrices have names
     and shapes of their format: of those, each needs tensors of its own, and the others are compared
     as always. What then is missing of one, the server itself finds when it loads it.
     """
     try:
         tensors = stored_tensors(path)
-        if not is_quantised(path):
+        if trained:
+            for name in expected_tensors(spec):
+                stored = find(tensors, name)
+                if stored is not None:
+                    check_dtype(stored, path, name)
+            if is_quantised(path):
+                raise ValueError(
+                    f"{path} is described as quantised, which no learner takes: give the "
+                    "checkpoint that it was made from"
+                )
+        if trained or not is_quantised(path):
             check_complete(tensors, spec, path)
             return
+        check_tied(tensors, spec, path)
         owners = {each.rpartition(".")[0] for each in tensors} | tensors.keys()
         for name, shape in expected_tensors(spec).items():
             stored = find(tensors, name)

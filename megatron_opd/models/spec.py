@@ -10,6 +10,7 @@ from typing import Any, Literal
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.wording import shown
 from megatron_opd.models.families import LLAMA, QWEN3_MOE, Family, family_of
+from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
 from megatron_opd.models.hf_config import DEFAULTS, complete, rope_parameters
 
 MAX_COUNT = 2**31 - 1
@@ -101,14 +102,17 @@ class ModelSpec:
 def read_config(path: Path) -> dict[str, Any]:
     """Read the JSON object in the file `path`. ValueError names what is wrong with it."""
     try:
+        if is_pointer(path):
+            raise ValueError(pointer_line(path))
         config: Any = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
+        kind = other_kind(path.parent)
         raise ValueError(
-            f"{path.parent} is not a Hugging Face checkpoint: it has no {path.name}"
+            kind or f"{path.parent} is not a Hugging Face checkpoint: it has no {path.name}"
         ) from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{path} is not valid JSON: {error}") from None
     if not isinstance(config, dict):
         raise ValueError(f"{path} must hold a JSON object, got {type(config).__name__}")

@@ -1,4 +1,4 @@
-"""Says of every option of SGLang whether a user of a run may set it, and why not.
+"""Lists the options of SGLang: which a user of a run may set, and why not the others.
 
 A run trains on what its servers sample and score, so that what changes their model, tokens,
 sampling or layout is refused unless a key of the run decides it. test_option_rules.py holds the

@@ -404,7 +404,7 @@ MEGATRON_DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "file gone": (lambda p: (p / "__0_0.distcp").unlink(), r"__0_0\.distcp: cannot read a piece"),
     "metadata cut": (lambda p: _cut(p / ".metadata", 2000), r"cannot read .*\.metadata"),
     "metadata gone": (lambda p: (p / ".metadata").unlink(), r"lacks metadata\.json or \.metadata"),
-    "config gone": (lambda p: (p / "config.json").unlink(), r"has no config\.json"),
+    "config gone": (lambda p: (p / "config.json").unlink(), r"is a Megatron checkpoint"),
     "more layers": (_config(num_hidden_layers=3), r"lacks the tensor decoder\.layers\.2\."),
     "wider": (_config(intermediate_size=256), r"must have shape \[256, 64\] by config\.json"),
     "more ids": (_config(vocab_size=400), r"word_embeddings\.weight must have shape \[400, 64\]"),

@@ -116,7 +116,7 @@ def _cut(path: Path) -> None:
         (lambda d: (d / "tokenizer.json").write_text("{"), ["tokenizer"]),
         (lambda d: _describe(d, num_hidden_layers=3), ["lacks", "model.layers.2."]),
         (lambda d: _describe(d, hidden_size=32), ["embed_tokens", "[512, 32]", "[512, 64]"]),
-        (lambda d: _describe(d, num_experts=8), ["lacks", "mlp.experts.4."]),
+        (lambda d: _describe(d, num_local_experts=8), ["lacks", "mlp.experts.4."]),
         (lambda d: _describe(d, hidden_size="64"), ["hidden_size", "integer", "'64'"]),
         (lambda d: _describe(d, num_attention_heads=0), ["num_attention_heads", "got 0"]),
         (lambda d: _describe(d, eos_token_id="x"), ["student.model", "eos_token_id"]),
