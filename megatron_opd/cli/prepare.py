@@ -237,6 +237,7 @@ def prompt_rules(config: Config, models: CheckedModels, *, heldout: bool) -> Pro
     return PromptRules(
         Columns(
             chats=(data.prompt_key,),
+            tools=data.tools_key if data.chat_template else None,
             answers=(data.answer_key,),
             needed=needed,
             choices=choices,

@@ -61,6 +61,7 @@ class RunConfig(Section):
 COLUMN_KEYS = (
     "prompt_key",
     "answer_key",
+    "tools_key",
     "teacher_key",
     "task_key",
     "id_key",
@@ -98,8 +99,12 @@ class DataConfig(Section):
     function of your own that takes a response and an answer and returns whether the response is
     right, or a reward from 0 to 1. The section `verifier` limits them."""
     prompt_key: str = "prompt"
-    """Name of the column that holds the prompt: text, or with data.chat_template a list of
-    messages, each with `role` (system, user or assistant) and `content`."""
+    """Name of the column that holds the prompt: text, or with data.chat_template a list of messages
+    (docs/data.md). Like all keys that name columns, it may lead into one, by names and indices
+    divided by dots, such as extra_info.question."""
+    tools_key: str = "tools"
+    """Name of the column that holds the tools which come with a prompt, a list of schemas or its
+    JSON text, for the chat template; rows may lack it. Read with data.chat_template only."""
     answer_key: str = "answer"
     """Name of the column that holds the reference answer."""
     teacher_key: str | None = None

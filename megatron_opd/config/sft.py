@@ -34,6 +34,9 @@ class SftConfig(Section):
     """File, folder or pattern of files with a prompt and a response column, to train on."""
     prompt_key: str = "prompt"
     """Name of the column that holds the prompt: text, or with chat_template a list of messages."""
+    tools_key: str = "tools"
+    """Name of the column that holds the tools of a chat, as data.tools_key. Read with chat_template
+    only."""
     response_key: str = "response"
     """Name of the column that holds the response; only its tokens are trained on."""
     messages_key: str | None = None

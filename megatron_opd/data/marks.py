@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 BOS_ONCE, BOS_AGAIN, SPECIAL, UNKNOWN = "bos_once", "bos_again", "special", "unknown"
 JSON_TEXT, TRIMMED, REWRITTEN, OPENED = "json_text", "trimmed", "rewritten", "opened"
+UNREAD, AS_SYSTEM = "unread", "as_system"
 KINDS: Mapping[str, str] = {
     BOS_ONCE: "begin with the BOS token as text, so that none is put in front of it",
     BOS_AGAIN: "hold the BOS token more than once",
@@ -24,6 +25,8 @@ KINDS: Mapping[str, str] = {
     JSON_TEXT: "hold messages as JSON text, which are read as messages",
     TRIMMED: "have messages whose leading or trailing blanks the chat template leaves out",
     REWRITTEN: "have messages that the chat template leaves out or writes otherwise",
+    UNREAD: "have tools, calls or thoughts of which the chat template writes nothing",
+    AS_SYSTEM: "have a developer message, which the chat template is given as the system's",
     OPENED: "continue a message that the chat template begins otherwise than it begins an answer",
 }
 """What is told of each kind, after the number of prompts."""
@@ -127,6 +130,8 @@ def changed(chat: Chat, text: str, probed: str | None) -> list[Mark]:
     marks: dict[str, Mark] = {}
     for number, message in enumerate(chat):
         content, put = message.content, probe(number)
+        if not content:
+            continue
         kept = probed is None or put in probed
         if content.strip() not in text or (probed is not None and put.strip() not in probed):
             kind = REWRITTEN

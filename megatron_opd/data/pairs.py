@@ -20,7 +20,7 @@ from megatron_opd.config.wording import shown
 from megatron_opd.data.end_tokens import read_end_tokens
 from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.marks import KINDS, Mark
-from megatron_opd.data.messages import ASSISTANT, USER, Chat, Message
+from megatron_opd.data.messages import ASSISTANT, USER, Chat, Message, chat_like
 from megatron_opd.data.records import Columns, Record, scan_records
 from megatron_opd.data.render import Rendered, Renderer, Rendering
 from megatron_opd.data.template import use_template
@@ -69,13 +69,15 @@ class PairRules:
     end_ids: frozenset[int]
     end_id: int
     max_tokens: int
+    tools_key: str | None = None
 
     @property
     def columns(self) -> Columns:
         """Returns what is read of a row."""
+        tools = self.tools_key if self.rendering.chat_template else None
         if self.messages_key is not None:
-            return Columns(chats=(self.messages_key,))
-        return Columns(texts=(self.response_key,), chats=(self.prompt_key,))
+            return Columns(chats=(self.messages_key,), tools=tools)
+        return Columns(texts=(self.response_key,), chats=(self.prompt_key,), tools=tools)
 
 
 def pair_rules(
@@ -103,7 +105,8 @@ def pair_rules(
     except ValueError as error:
         raise ValueError(f"init: {error}") from None
     keys = config.prompt_key, config.response_key, config.messages_key
-    return PairRules(*keys, how, frozenset(ends.ids), ends.written, spec.max_position)
+    limits = frozenset(ends.ids), ends.written, spec.max_position
+    return PairRules(*keys, how, *limits, config.tools_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +187,7 @@ class PairMaker:
         if not answers:
             raise Unusable("bad_chat", f"{key!r} has no assistant's message behind a user's")
         for n in answers:
-            yield self._answer(chat[:n], chat[n])
+            yield self._answer(chat_like(chat, chat[:n]), chat[n])
 
     def _answer(self, prompt: str | Chat, message: Message) -> tuple[Pair, tuple[Mark, ...]]:
         if not isinstance(prompt, str) and prompt[-1].role == ASSISTANT:

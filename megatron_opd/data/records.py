@@ -32,13 +32,13 @@ Record = dict[str, Any]
 class Columns:
     """Says which columns to read, and what they must hold.
 
-    texts: non-empty strings. chats: texts, or lists of messages. choices: texts, and the values
-    they may have. answers: strings or finite numbers (which become text), None where missing, null
-    or blank. needed: whether a row without an answer is a fault. A row may lack the others: limits
-    are whole numbers and the most they may be, stops are texts or lists of texts, names are texts
-    or numbers, tasks are texts and the values they may have. reward_weight, teacher_weight: finite
-    numbers >= 0, None where missing or null, which is 1; not both are 0, and a row of reward weight
-    0 needs no answer.
+    texts: non-empty strings. chats: texts, or lists of messages. tools: what comes with chats.
+    choices: texts, and the values they may have. answers: strings, finite numbers and dates (which
+    become text), or lists of them, None where missing, null or blank. needed: whether a row without
+    an answer is a fault. A row may lack the others: limits are whole numbers and the most they may
+    be, stops are texts or lists of texts, names are texts or numbers, tasks are texts and the
+    values they may have. reward_weight, teacher_weight: finite numbers >= 0, None where missing or
+    null, which is 1; not both are 0, and a row of reward weight 0 needs no answer.
     """
 
     texts: Sequence[str] = ()
@@ -46,6 +46,7 @@ class Columns:
     needed: bool = False
     choices: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
     chats: Sequence[str] = ()
+    tools: str | None = None
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
     stops: Sequence[str] = ()
     names: Sequence[str] = ()
@@ -73,12 +74,13 @@ class Columns:
     def wanted(self) -> tuple[str, ...]:
         """Returns all columns that are read, each once."""
         optional = (*self.answers, *self.limits, *self.stops, *self.names, *self.tasks)
+        optional += () if self.tools is None else (self.tools,)
         return tuple(dict.fromkeys((*self.required, *optional, *self.weights)))
 
     def record(self, row: Mapping[str, Any]) -> Record:
         """Return the named columns of `row`; raises Unusable."""
         record: Record = {key: read_text(row, key) for key in self.texts}
-        record |= {key: read_chat(row, key) for key in self.chats}
+        record |= {key: read_chat(row, key, self.tools) for key in self.chats}
         record |= {
             key: read_choice(row, key, allowed, "unknown_teacher")
             for key, allowed in self.choices.items()

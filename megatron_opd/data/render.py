@@ -17,8 +17,18 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from megatron_opd.config.wording import line, shown
 from megatron_opd.data.faults import Unusable
 from megatron_opd.data.marks import JSON_TEXT, Mark, Marker, alike, changed, continued, probe
-from megatron_opd.data.messages import ASSISTANT, SYSTEM, USER, Chat, Message, WrittenChat
-from megatron_opd.data.template import CLOCK, chance_in, names_in, sources, this_moment
+from megatron_opd.data.messages import (
+    ASSISTANT,
+    LEADING,
+    SYSTEM,
+    USER,
+    Chat,
+    Message,
+    RowChat,
+    chat_like,
+)
+from megatron_opd.data.spoken import apply_template, unread
+from megatron_opd.data.template import chance_in, names_in, sources, this_moment
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,9 +64,9 @@ class Rendering:
     def chat_of(self, prompt: str | Chat) -> Chat:
         """Return the messages of a prompt, the system prompt included."""
         chat = (Message(USER, prompt),) if isinstance(prompt, str) else prompt
-        if self.system_prompt is None or chat[0].role == SYSTEM:
+        if self.system_prompt is None or chat[0].role in LEADING:
             return chat
-        return (Message(SYSTEM, self.system_prompt), *chat)
+        return chat_like(chat, (Message(SYSTEM, self.system_prompt), *chat))
 
 
 class Rendered(NamedTuple):
@@ -115,14 +125,15 @@ class Renderer:
         (rendered,) = self.render([prompt])
         if isinstance(rendered, Unusable):
             return rendered
-        chat = (*self._how.chat_of(prompt), answer)
+        asked = self._how.chat_of(prompt)
+        chat = chat_like(asked, (*asked, answer))
         found = self._within(1, len(answer.content), lambda: self._turn_of(chat))
         return found if isinstance(found, Unusable) else (rendered, *found)
 
     def _turn_of(self, chat: Chat) -> tuple[str, str] | Unusable:
         *before, answer = chat
         try:
-            opened = _apply(self._tokenizer, tuple(before), self._how)
+            opened = _apply(self._tokenizer, chat_like(chat, before), self._how)
             closed = _apply(self._tokenizer, chat, self._how, answer=False)
         except Exception as error:  # noqa: BLE001  a template is a program: it raises what it likes
             return Unusable("bad_chat", f"the chat template does not take it: {said(error)}")
@@ -191,8 +202,12 @@ class Renderer:
             text = _apply(self._tokenizer, chat, self._how)
         except Exception as error:  # noqa: BLE001  a template is a program: it raises what it likes
             return Unusable("bad_chat", f"the chat template does not take it: {said(error)}")
-        marks = [Mark(JSON_TEXT, "a list as text")] * isinstance(prompt, WrittenChat)
-        return text, [*marks, *self._changes(chat, text)]
+        missed = unread(self._tokenizer, chat)
+        if isinstance(missed, Unusable):
+            return missed
+        if isinstance(prompt, RowChat) and prompt.written:
+            missed.append(Mark(JSON_TEXT, "a list as text"))
+        return text, [*missed, *self._changes(chat, text)]
 
     def _opening(self, marker: Marker) -> str:
         """Return what the template begins an answer with, where a special token is in it."""
@@ -206,17 +221,17 @@ class Renderer:
 
     def _changes(self, chat: Chat, text: str) -> list[Mark]:
         """Return what the template has made of messages besides writing them."""
-        roles = tuple(message.role for message in chat)
+        roles = tuple(" ".join((message.role, *message.others)) for message in chat)
         if roles not in self._probed:
-            probes = tuple(m._replace(content=probe(n)) for n, m in enumerate(chat))
-            self._probed[roles] = self._or_none(probes)
+            probes = (m._replace(content=probe(n)) for n, m in enumerate(chat))
+            self._probed[roles] = self._or_none(chat_like(chat, probes))
         probed = self._probed[roles]
         if chat[-1].role != ASSISTANT:
             return changed(chat, text, probed)
         marks = changed(chat[:-1], text, probed)
         # without a message before it there is nothing to compare with, nor if a template wants more
         *before, last = chat
-        opened = self._or_none(tuple(before)) if before else None
+        opened = self._or_none(chat_like(chat, before)) if before else None
         return marks if opened is None else [*marks, *continued(opened, last.content, text)]
 
     def _or_none(self, chat: Chat, *, answer: bool = True) -> str | None:
@@ -325,16 +340,7 @@ def _apply(
     tokenizer: PreTrainedTokenizerBase, chat: Chat, how: Rendering, *, answer: bool = True
 ) -> str:
     """Return the text of a chat. answer: begin one, or continue the last message; else it ends."""
-    continues = answer and chat[-1].role == ASSISTANT
-    rendered = tokenizer.apply_chat_template(
-        [message._asdict() for message in chat],
-        tokenize=False,
-        add_generation_prompt=answer and not continues,
-        continue_final_message=continues,
-        # a variable hides the global of that name, which is the clock of the machine
-        **{CLOCK: how.clock.strftime, **how.template_kwargs},
-    )
-    return str(rendered)
+    return apply_template(tokenizer, chat, how.template_kwargs, how.clock, answer=answer)
 
 
 def _token_ids(

@@ -3,11 +3,35 @@
 import pytest
 
 from megatron_opd.data.faults import Unusable
-from megatron_opd.data.messages import Message, chat_text, read_chat
+from megatron_opd.data.messages import Message, RowChat, chat_text, read_chat
 
 
 def turn(role, content, **others):
     return {"role": role, "content": content, **others}
+
+
+TEXT = {"type": "text", "text": "1+1="}
+
+
+def call(arguments):
+    return {"type": "function", "function": {"name": "f", "arguments": arguments}}
+
+
+def test_text_parts_are_joined():
+    parts = [TEXT, {**TEXT, "image_url": None}, {"type": "text", "text": " "}]
+    assert read_chat({"p": [turn("user", parts)]}, "p") == (Message("user", "1+1=1+1= "),)
+
+
+def test_sharegpt_rows_are_chats():
+    said = [("system", "s"), ("human", "h"), ("gpt", "g"), ("tool", "t"), ("observation", "o")]
+    rows = [{"from": who, "value": text} for who, text in said]
+    roles = ("system", "user", "assistant", "tool", "tool")
+    expected = tuple(Message(r, t) for r, (_, t) in zip(roles, said, strict=True))
+    assert read_chat({"c": rows}, "c") == expected
+    rows.insert(3, {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'})
+    chat = read_chat({"c": rows}, "c")
+    assert isinstance(chat, RowChat)
+    assert chat[3].others["tool_calls"] == [{"name": "f", "arguments": {"a": 1}}]
 
 
 def test_messages_are_read_in_order():
@@ -23,20 +47,38 @@ def test_messages_are_read_in_order():
     [
         ([], "empty", "'prompt' holds no messages"),
         (["hi"], "wrong_type", "message 1 of 'prompt' must have role and content, got 'hi'"),
-        ([turn("tool", "x")], "bad_chat", "has the role 'tool', not system, user or assistant"),
+        ([turn("bot", "x")], "bad_chat", "has the role 'bot', not system, developer, user, "),
         ([turn(None, "x")], "bad_chat", "has the role None"),
         ([turn(["user"], "x")], "bad_chat", "has the role ['user']"),
         ([turn("user", None)], "wrong_type", "content of message 1 of 'prompt' must be a string"),
-        ([turn("user", [{"type": "text"}])], "wrong_type", "must be a string, got list"),
+        ([turn("user", [{"type": "text"}])], "wrong_type", "must have a text, got NoneType"),
+        ([turn("user", {"a": 1})], "wrong_type", "must be a string, got dict"),
+        ([turn("user", ["x"])], "wrong_type", "part 1 of the content of message 1 of 'prompt'"),
+        ([turn("user", [{"type": "image", "image": "x"}])], "bad_chat", "has the type 'image'"),
+        ([turn("user", [TEXT, {"type": "input_audio"}])], "bad_chat", "the type 'input_audio'"),
+        ([turn("user", [{**TEXT, "cache": 1}])], "bad_chat", "the key 'cache', which is not read"),
         ([turn("user", "\ud800")], "wrong_type", "is not valid Unicode"),
         ([turn("user", " ")], "empty", "the last message of 'prompt' is empty"),
         ([turn("system", "x")], "bad_chat", "a system message and nothing to answer"),
         ([turn("user", "x"), turn("system", "y")], "bad_chat", "message 2 of 'prompt' is a system"),
         (
-            [turn("user", "x", tool_calls=[1])],
+            [turn("user", "x", tool_calls=[{"name": "f"}])],
             "bad_chat",
-            "the key 'tool_calls', which is not read",
+            "has tool_calls, which only an assistant's may have",
         ),
+        ([turn("assistant", None, tool_calls=[1])], "wrong_type", "call 1 of message 1"),
+        (
+            [turn("assistant", None, tool_calls=[{}])],
+            "bad_chat",
+            "must have the name of a function",
+        ),
+        ([turn("assistant", None, tool_calls=[call("[1]")])], "wrong_type", "must be a mapping"),
+        ([turn("assistant", None, tool_calls=[call("{x")])], "bad_chat", "text that is no JSON"),
+        ([turn("assistant", None, tool_calls=[call(5)])], "wrong_type", "must be a mapping, or"),
+        ([turn("user", "x"), turn("developer", "y")], "bad_chat", "is a developer message, not"),
+        ([turn("developer", "y")], "bad_chat", "a developer message and nothing to answer"),
+        ([{"from": "alien", "value": "x"}], "bad_chat", "is from 'alien', not system, human"),
+        ([{"from": "human", "value": "x", "weight": 0}], "bad_chat", "has the key 'weight'"),
         ({"role": "user"}, "wrong_type", "'prompt' must be a string, got dict"),
         (5, "wrong_type", "'prompt' must be a string, got int"),
     ],
