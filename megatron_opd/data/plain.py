@@ -37,10 +37,12 @@ def plain(value: Any, key: str, depth: int = 0) -> Any:
         held: Any = list(value) if value.ndim else value[()]
         # pandas reads lists of tables into arrays
         return without_gaps(plain(held, key, depth + 1))
+    if isinstance(value, str):  # before NumPy's, whose `item` drops zeros at the end of texts
+        return str.__str__(value)
     if isinstance(value, np.generic):
         return _scalar(value, key, depth)
-    if isinstance(value, str | int):  # and no subclass, whose text may be another
-        return str.__str__(value) if isinstance(value, str) else int(value)
+    if isinstance(value, int):
+        return int(value)
     if isinstance(value, Decimal):
         return _decimal(value, key)
     if isinstance(value, Mapping):

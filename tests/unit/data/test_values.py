@@ -78,6 +78,7 @@ def test_tables_are_read_by_the_column_that_a_key_begins_with(tmp_path):
         (np.float32(0.1), "0.1"),
         (np.float16(0.1), "0.1"),
         (np.str_("x"), "x"),
+        (np.str_("x\0"), "x\0"),
         (np.array(7), "7"),
         (np.array("word"), "word"),
         (np.array(["a", "b"], dtype=object), ("a", "b")),
