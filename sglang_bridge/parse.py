@@ -28,6 +28,7 @@ from sglang_bridge.protocol import (
     RolloutRequest,
     ScoreReply,
     ScoreRequest,
+    ServerEnds,
     ServerInfo,
     WeightPiece,
 )
@@ -287,6 +288,10 @@ def parse_info(url: str, server: Any, model: Any, models: Any, plugin: Any) -> S
     require(url, 0 < vocab_size <= MAX_IDS, f"vocab_size is {vocab_size}")
     format = _text(url, described, wire.QUANTIZATION)
     require(url, format in (*HELD_AS, wire.NOT_QUANTISED), f"quantization is {format!r}")
+    try:
+        ends = msgspec.json.decode(_text(url, described, wire.ENDS), type=ServerEnds)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadReply(f"{url}: its end tokens are unreadable: {one_line(str(error))}") from None
     return ServerInfo(
         url=url,
         model_path=_text(url, model, "model_path"),
@@ -299,6 +304,7 @@ def parse_info(url: str, server: Any, model: Any, models: Any, plugin: Any) -> S
         max_total_tokens=_count(url, server, "max_total_num_tokens", least=1),
         deterministic=_field(url, server, "enable_deterministic_inference", bool),
         quantization=None if format == wire.NOT_QUANTISED else format,
+        ends=ends,
     )
 
 

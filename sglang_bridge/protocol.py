@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -222,11 +222,23 @@ class Progress:
     waiting: frozenset[str]
 
 
+class ServerEnds(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Holds the ids at which a server ends every request, whatever that asks for.
+
+    model: by config.json and generation_config.json. tokenizer: by its tokenizer; None: it has
+    none.
+    """
+
+    model: tuple[int, ...] = ()
+    tokenizer: tuple[int, ...] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
     """Describes a server by its own words.
 
     version: of its weights. context_length: in tokens. deterministic, quantization: see ServerSpec.
+    ends: where it ends requests.
     """
 
     url: str
@@ -240,6 +252,7 @@ class ServerInfo:
     max_total_tokens: int
     deterministic: bool
     quantization: str | None = None
+    ends: ServerEnds = field(default_factory=ServerEnds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,7 @@ PROGRESS_ACTION = "bridge_progress"
 RUNNING, WAITING = "running", "waiting"  # its answer: JSON of {rid: tokens}, and of [rid]
 WORK_ACTION = "bridge_work"
 WORK = "work"  # its answer: a ServerWork as JSON (sglang_bridge/work.py)
+ENDS = "ends"  # in the answer of MODEL_ACTION: protocol.ServerEnds as JSON
 QUANTIZATION, NOT_QUANTISED = "quantization", "none"  # in the answer of MODEL_ACTION
 PIECE_SEPARATOR = "|"
 # actions with an argument, after a space; a rank that fails answers ERROR alone

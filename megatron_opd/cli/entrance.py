@@ -10,6 +10,7 @@ from megatron_opd.cli.elastic import Drop, Elastic
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.joiner import check_joiner
 from megatron_opd.cli.keys import named_key
+from megatron_opd.cli.preflight import ServedModel
 from megatron_opd.cli.prepare import Prepared
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import Role, section_of
@@ -63,7 +64,8 @@ class Entrance:
             raise UserError(keyless_problem(role, url))
         suits = partial(check_joiner, config, self._prepared, role, fleet) if new else None
         vocab_size = self._prepared.vocab_sizes[role]
-        client = await take_in(config, role, fleet, url, key, vocab_size, self._claimant, suits)
+        model = ServedModel(vocab_size, self._prepared.ends[role])
+        client = await take_in(config, role, fleet, url, key, model, self._claimant, suits)
         if new:
             self._joined.add((role, url))
         return client

@@ -16,7 +16,7 @@ from megatron_opd.cli.evaluations import evaluated_sets
 from megatron_opd.cli.joining import all_of
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.placing import gpus_of_server
-from megatron_opd.cli.preflight import ends_of, read_model
+from megatron_opd.cli.preflight import check_ends, ends_of, read_model
 from megatron_opd.cli.prepare import make_verifiers, prepare
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.rendering import template_of_run
@@ -27,6 +27,7 @@ from megatron_opd.cli.verifiers import judging
 from megatron_opd.cli.weights import check_weights
 from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
+from megatron_opd.data.end_tokens import EndTokens
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.template import RunTemplate, this_moment
 from megatron_opd.evaluation.measure import EvaluationReport, FleetPort, evaluate
@@ -81,14 +82,14 @@ def ask(questions: Questions, model: Path, found: Found) -> None:
     """Serve the Hugging Face checkpoint `model` and evaluate it on every set. RunFailed."""
     config, key = questions.config, f"{model}"
     facts = read_model(model, key)
-    end_ids = ends_of(config, key, facts, load_tokenizer(model, key)).ids
+    ending = ends_of(config, key, facts, load_tokenizer(model, key))
     gpus = gpus_of_server(config, STUDENT, 0)
     with tempfile.TemporaryDirectory(prefix="opd-eval-") as scratch:
         spec = make_spec(config, STUDENT, free_port(config.student.host), 0, model, gpus)
         key = role_key(config.student.model_copy(update={"urls": ()}), STUDENT)
         server = ServerProcess(spec, Path(scratch) / "server.log", key)
         try:
-            asyncio.run(_ask(questions, server, key, end_ids, found))
+            asyncio.run(_ask(questions, server, key, ending, found))
         finally:
             server.stop()
 
@@ -97,7 +98,7 @@ async def _ask(
     questions: Questions,
     server: ServerProcess,
     api_key: str | None,
-    end_ids: tuple[int, ...],
+    ending: EndTokens,
     found: Found,
 ) -> None:
     config, processes = questions.config, Processes([server], None)
@@ -107,8 +108,9 @@ async def _ask(
     async def perform() -> None:
         processes.start()
         await all_of(processes.parts(config.student.startup_timeout_s), say=lambda _: None)
-        await fleet.start()
-        port = FleetPort(fleet, config.rollout.attempts, end_ids)
+        for info in await fleet.start():
+            check_ends("opd eval", info, ending)
+        port = FleetPort(fleet, config.rollout.attempts, ending.ids)
         # workers of their own for each checkpoint: they belong to one event loop
         judge = replace(questions.judge, verifiers=make_verifiers(config))
         async with judging(judge):

@@ -31,7 +31,7 @@ from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.mismatch_options import Options
 from megatron_opd.cli.notes import sampler_gaps
 from megatron_opd.cli.placing import placement_here, with_backend
-from megatron_opd.cli.preflight import ModelFacts, check_addresses, check_models
+from megatron_opd.cli.preflight import ModelFacts, ServedModel, check_addresses, check_models
 from megatron_opd.cli.prepare import checked, read_train
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.rendering import rendering_notes, with_template
@@ -255,8 +255,8 @@ class MismatchRun:
         return measured
 
     async def _join(self, fleet: Fleet) -> None:
-        size, claimant = self.prepared.student.vocab_size, Claimant("opd mismatch")
-        await join_role(self.config, STUDENT, fleet, size, claimant)
+        model = ServedModel(self.prepared.student.vocab_size, self.prepared.ends)
+        await join_role(self.config, STUDENT, fleet, model, Claimant("opd mismatch"))
 
     def _say(self, *lines: str) -> None:
         for line in lines:

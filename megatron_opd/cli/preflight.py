@@ -381,22 +381,31 @@ def prompt_limit(config: Config, student: ModelFacts) -> int:
     return min(config.data.max_prompt_tokens, room)
 
 
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """Says what a server of a role must serve. ends: what ends a response of the model."""
+
+    vocab_size: int
+    ends: EndTokens
+
+
 def check_served(
     key: str,
     info: ServerInfo,
     section: ServerConfig,
-    vocab_size: int,
+    model: ServedModel,
     *,
     deterministic: bool,
     fresh: bool = True,
 ) -> None:
-    """Check that a server started elsewhere serves the configured model. Raises UserError.
+    """Check that a server serves the configured model. Raises UserError.
 
+    model: the one of the configuration.
     deterministic: it must have been started so. fresh: its weights must be those it started with.
     """
-    if info.vocab_size != vocab_size:
+    if info.vocab_size != model.vocab_size:
         raise UserError(
-            f"{key}: {info.url} must serve a vocabulary of {vocab_size} ids, got {info.vocab_size}"
+            f"{key}: {info.url} must serve a vocabulary of {model.vocab_size} ids, got {info.vocab_size}"
         )
     if info.dtype != section.dtype:
         raise UserError(f"{key}: {info.url} must serve {section.dtype}, got {info.dtype}")
@@ -412,10 +421,27 @@ def check_served(
             f"{key}: {info.url} must be started with --enable-deterministic-inference, as "
             "run.deterministic is true"
         )
+    check_ends(key, info, model.ends)
     served = Path(info.model_path)
     # a path on another machine cannot be compared
     if served.exists() and served.resolve() != section.model.resolve():
         raise UserError(f"{key}: {info.url} must serve {section.model}, got {served}")
+
+
+def check_ends(key: str, info: ServerInfo, ends: EndTokens) -> None:
+    """Check that a server ends responses where the run takes them to end. Raises UserError.
+
+    A server without a tokenizer does not know that one's; requests name them.
+    """
+    ours, theirs = set(ends.model), set(info.ends.model)
+    if info.ends.tokenizer is not None:
+        ours, theirs = ours | set(ends.tokenizer), theirs | set(info.ends.tokenizer)
+    if ours != theirs:
+        raise UserError(
+            f"{key}: {info.url} must end responses at ids {sorted(ours)}, as config.json, "
+            f"generation_config.json and tokenizer of its model here say, got {sorted(theirs)}: "
+            "give it the same files, and no option that changes them"
+        )
 
 
 def server_ports(section: ServerConfig, key: str) -> list[int]:

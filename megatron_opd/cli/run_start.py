@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from megatron_opd.cli.data_workers import DataWorkers
 from megatron_opd.cli.joining import Part, there
+from megatron_opd.cli.preflight import ServedModel
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import Role, section_of
 from megatron_opd.cli.run_parts import RunParts
@@ -70,7 +71,8 @@ class RunStart(RunParts):
 
     async def _join(self, role: Role, fleet: Fleet, wait_s: float = 0.0) -> None:
         vocab_size, used = self.prepared.vocab_sizes[role], self._used(role)
-        await join_role(self.config, role, fleet, vocab_size, self.claimant, wait_s, used=used)
+        model = ServedModel(vocab_size, self.prepared.ends[role])
+        await join_role(self.config, role, fleet, model, self.claimant, wait_s, used=used)
 
     async def _start_workers(self) -> None:
         """Start the data workers, if there are to be any, and wait for them."""

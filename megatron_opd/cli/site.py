@@ -24,7 +24,7 @@ from megatron_opd.cli.ends import Ends
 from megatron_opd.cli.errors import UserError, kept_traceback
 from megatron_opd.cli.joining import all_of
 from megatron_opd.cli.keys import role_key
-from megatron_opd.cli.preflight import CheckedModels, check_models
+from megatron_opd.cli.preflight import CheckedModels, ServedModel, check_models
 from megatron_opd.cli.prepare import checked, make_judge
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
@@ -222,8 +222,7 @@ class SiteRun:
             section = section_of(config, role)
             urls = section.urls or tuple(server.url for server in started[role])
             fleet = self._fleets[role] = make_fleet(section, urls, keys[role])
-            size = self._models.models[role].vocab_size
-            await join_role(config, role, fleet, size, self._claimant)
+            await join_role(config, role, fleet, self._served(role), self._claimant)
 
     async def _ports_are_free(self) -> None:
         """Wait, not for long, for the servers of a process of this site that was killed to end."""
@@ -242,10 +241,14 @@ class SiteRun:
 
     async def _take_in(self, role: Role, url: str) -> ServerClient:
         """Let a server in that was lost. BridgeError, UserError: it is not what it was."""
-        vocab_size, key = self._models.models[role].vocab_size, self._keys[role]
+        key = self._keys[role]
+        model = self._served(role)
         return await take_in(
-            self._config, role, self._fleets[role], url, key, vocab_size, self._claimant
+            self._config, role, self._fleets[role], url, key, model, self._claimant
         )
+
+    def _served(self, role: Role) -> ServedModel:
+        return ServedModel(self._models.models[role].vocab_size, self._models.ends[role])
 
     def _say(self, *lines: str) -> None:
         for line in lines:

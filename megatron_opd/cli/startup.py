@@ -8,7 +8,7 @@ from megatron_opd.cli.claimant import Claimant
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.joining import Part, all_of, answers
-from megatron_opd.cli.preflight import check_served
+from megatron_opd.cli.preflight import ServedModel, check_served
 from megatron_opd.cli.roles import Role, section_of
 from megatron_opd.cli.wiring import make_client
 from megatron_opd.config.schema import Config
@@ -39,7 +39,7 @@ async def join_role(
     config: Config,
     role: Role,
     fleet: Fleet,
-    vocab_size: int,
+    model: ServedModel,
     claimant: Claimant,
     wait_s: float = 0.0,
     *,
@@ -57,10 +57,10 @@ async def join_role(
         if not section.urls:
             raise
         raise UserError(f"{role}.urls: {one_line(str(error))}") from error
-    deterministic = config.run.deterministic
+    fixed, fresh = config.run.deterministic, not used
+    key = f"{role}.urls" if section.urls else role
     for info in infos:
-        key = f"{role}.urls"
-        check_served(key, info, section, vocab_size, deterministic=deterministic, fresh=not used)
+        check_served(key, info, section, model, deterministic=fixed, fresh=fresh)
 
 
 async def take_in(
@@ -69,7 +69,7 @@ async def take_in(
     fleet: Fleet,
     url: str,
     api_key: str | None,
-    vocab_size: int,
+    model: ServedModel,
     claimant: Claimant,
     suits: Callable[[ServerClient, ServerInfo], Awaitable[None]] | None = None,
 ) -> ServerClient:
@@ -85,7 +85,7 @@ async def take_in(
         info = await client.info()
         await client.claim(claimant.claim(role))
         deterministic = config.run.deterministic
-        check_served(role, info, section, vocab_size, deterministic=deterministic, fresh=new)
+        check_served(role, info, section, model, deterministic=deterministic, fresh=new)
         if suits is not None:
             await suits(client, info)
         fleet.add(client, info)

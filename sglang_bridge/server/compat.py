@@ -448,6 +448,19 @@ def requests_of(scheduler: Any) -> tuple[dict[str, int], list[str]]:
     return {req.rid: len(req.output_ids) for req in running}, waiting
 
 
+def ends_of(scheduler: Any) -> dict[str, list[int] | None]:
+    """Returns the ids at which this rank ends every request, as Req is given and reads them."""
+    tokenizer = scheduler.tokenizer
+    found: dict[str, list[int] | None] = {
+        "model": sorted(scheduler.model_config.hf_eos_token_id),
+        "tokenizer": None,
+    }
+    if tokenizer is not None:
+        eos, more = tokenizer.eos_token_id, tokenizer.additional_stop_token_ids or ()
+        found["tokenizer"] = sorted({*(() if eos is None else (eos,)), *more})
+    return found
+
+
 def memory_request(what: Literal["Release", "Resume"], tags: Sequence[str]) -> Any:
     """Returns what the scheduler's weight updater is asked to release or resume memory with."""
     from sglang.srt.managers import io_struct

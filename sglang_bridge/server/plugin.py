@@ -224,7 +224,8 @@ def around_check_weights(
 def model_facts(model: torch.nn.Module) -> dict[str, str]:
     """Returns what the client asks of a model; text, as the reply carries only text."""
     format = os.environ.get(QUANTIZATION_VARIABLE, wire.NOT_QUANTISED)
-    return pieces.model_facts(model) | {wire.QUANTIZATION: format}
+    ends = json.dumps(compat.ends_of(_scheduler))
+    return pieces.model_facts(model) | {wire.QUANTIZATION: format, wire.ENDS: ends}
 
 
 def progress() -> dict[str, str]:

@@ -52,6 +52,12 @@ def running(spec: ServerSpec, log: Path, api_key: str | None = None) -> Iterator
         process.stop(grace_s=1)
 
 
+def ended_at(model: Path, ends: int | list[int]) -> Path:
+    """A checkpoint whose generation_config.json names these end tokens."""
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    return model
+
+
 def left_behind(server: ServerProcess) -> list[str]:
     """Files of a running server that SGLang leaves when it is killed."""
     process = psutil.Process(server.pid)
@@ -68,12 +74,14 @@ def left_behind(server: ServerProcess) -> list[str]:
 
 @pytest.fixture(scope="session")
 def student_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3_moe(tmp_path_factory.mktemp("student"), seed=1)
+    """Its generation_config.json ends a response at an id that nothing else names."""
+    return ended_at(tiny_qwen3_moe(tmp_path_factory.mktemp("student"), seed=1), [1, 511])
 
 
 @pytest.fixture(scope="session")
 def teacher_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_qwen3(tmp_path_factory.mktemp("teacher"), seed=2)
+    """Its server has no tokenizer, which alone names the end token 1."""
+    return ended_at(tiny_qwen3(tmp_path_factory.mktemp("teacher"), seed=2, eos_token_id=None), 510)
 
 
 @pytest.fixture(scope="session")

@@ -1,14 +1,19 @@
 """Stop strings of a real server: what is returned is what was sampled, up to the string's end."""
 
 import asyncio
+import dataclasses
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.preflight import check_ends
+from megatron_opd.data.end_tokens import read_end_tokens
 from sglang_bridge.client import ServerClient
-from sglang_bridge.protocol import RolloutReply, RolloutRequest
+from sglang_bridge.protocol import RolloutReply, RolloutRequest, ServerEnds, ServerInfo
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.replies import span_error
 from tests.support.figures import bounded
@@ -35,6 +40,39 @@ def request_of(number: int, name: str) -> RolloutRequest:
         num_draws=8,
         seed=1000 + number,
     )
+
+
+def test_a_server_says_where_it_ends_and_ends_where_it_is_asked_to(
+    servers: dict[str, ServerProcess], student_model: Path, teacher_model: Path
+):
+    """What each file names is in the server's own list, and in ours; a request may name more."""
+    from transformers import AutoTokenizer
+
+    async def info_of(url: str) -> ServerInfo:
+        async with ServerClient(url, timeout_s=120) as client:
+            return await client.info()
+
+    said = {"student": ServerEnds((1, 511), (1,)), "teacher": ServerEnds((510,), None)}
+    for role, model in (("student", student_model), ("teacher", teacher_model)):
+        raw = json.loads((model / "config.json").read_text())
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        eos, added = tokenizer.eos_token_id, tokenizer.get_added_vocab()
+        ours = read_end_tokens(model, raw, raw["vocab_size"], eos, added)
+        info = asyncio.run(info_of(servers[role].url))
+        assert info.ends == said[role]
+        check_ends(role, info, ours)
+        with pytest.raises(UserError, match="must end responses at ids"):
+            check_ends(role, info, dataclasses.replace(ours, model=(*ours.model, 7)))
+        whole = generate_all(servers[role].url, [request_of(n, "open") for n in range(COUNT)])
+        ids = [reply.output_ids_T.tolist() for reply in whole]
+        named = [each[len(each) // 2] for each in ids]
+        asked = [
+            replace(request_of(n, "end"), stop_token_ids=(end,)) for n, end in enumerate(named)
+        ]
+        cut = generate_all(servers[role].url, asked)
+        for sampled, end, reply in zip(ids, named, cut, strict=True):
+            assert reply.output_ids_T.tolist() == sampled[: sampled.index(end) + 1]
+            assert reply.finish_reason == "stop"
 
 
 def test_a_response_is_cut_after_the_token_that_completes_the_string(

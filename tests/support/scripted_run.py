@@ -44,6 +44,7 @@ from sglang_bridge.protocol import (
     RolloutRequest,
     ScoreReply,
     ScoreRequest,
+    ServerEnds,
     ServerInfo,
     WeightPiece,
 )
@@ -177,7 +178,7 @@ class Client:
         self._late = late
         self.url, self.closed, self.known_version = url, False, 0
         info = ServerInfo(url, "elsewhere", vocab_size, 2048, 1, 1, 0, section.dtype, 9999, False)
-        self._info = info
+        self._info = replace(info, ends=ServerEnds((1,), (1,)))
         self.claims: list[Claim] = []
         script.clients.append(self)
 

@@ -18,10 +18,11 @@ import yaml
 from megatron_opd.cli import check, run
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.main import main
-from megatron_opd.cli.preflight import check_served
+from megatron_opd.cli.preflight import ServedModel, check_served
 from megatron_opd.config.servers import ServerConfig
+from megatron_opd.data.end_tokens import EndTokens
 from megatron_opd.transport.lifetime import PARENT_VARIABLE
-from sglang_bridge.protocol import ServerInfo
+from sglang_bridge.protocol import ServerEnds, ServerInfo
 from tests.support.cli_cases import call, refused
 from tests.support.models import write_tokenizer
 
@@ -216,6 +217,7 @@ def served(**fields: object) -> ServerInfo:
         "dtype": "bfloat16",
         "max_total_tokens": 1,
         "deterministic": True,
+        "ends": ServerEnds((1,), (1,)),
     }
     return ServerInfo(**{**facts, **fields})
 
@@ -228,16 +230,30 @@ def served(**fields: object) -> ServerInfo:
         ({"quantization": "int8"}, "must hold quantization none, got int8"),
         ({"model_path": "/etc"}, "got /etc"),
         ({"version": 3}, "version 3 of another run: restart it"),
+        (
+            {"ends": ServerEnds((1, 7), (1,))},
+            r"must end responses at ids \[1\], as config.json, .*, got \[1, 7\]",
+        ),
+        ({"ends": ServerEnds((1,), (1, 9))}, r"at ids \[1\], .*, got \[1, 9\]: give it the same"),
+        ({"ends": ServerEnds((), None)}, r"at ids \[1\], .*, got \[\]"),
         ({"deterministic": False}, "started with --enable-deterministic-inference, as run.determ"),
     ],
 )
 def test_servers_elsewhere_must_serve_the_model(models: Path, fields: dict, words: str):
     section = ServerConfig(model=models / "student", urls=("http://127.0.0.1:1/",))
     assert section.urls == ("http://127.0.0.1:1",)
-    check_served("student.urls", served(), section, 512, deterministic=True)
-    check_served("student.urls", served(deterministic=False), section, 512, deterministic=False)
+    ends, key = EndTokens((1,), 1, asked=(5,)), "student.urls"
+    check_served(key, served(), section, ServedModel(512, ends), deterministic=True)
+    check_served(
+        key, served(deterministic=False), section, ServedModel(512, ends), deterministic=False
+    )
+    # without a tokenizer it ends at fewer: requests name the others
+    no_tokenizer = served(ends=ServerEnds((1,), None))
+    check_served(
+        key, no_tokenizer, section, ServedModel(512, EndTokens((1,), 3)), deterministic=True
+    )
     with pytest.raises(UserError, match=words):
-        check_served("student.urls", served(**fields), section, 512, deterministic=True)
+        check_served(key, served(**fields), section, ServedModel(512, ends), deterministic=True)
 
 
 def test_control_needs_addresses(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]):

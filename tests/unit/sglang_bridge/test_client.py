@@ -310,6 +310,7 @@ def test_the_fleet_names_the_server_that_failed():
 def test_a_fleet_of_different_models_does_not_start():
     def routes(vocab_size: str) -> dict:
         facts = {"vocab_size": vocab_size, "dtype": "float32", "quantization": "none"}
+        facts["ends"] = "{}"
         rank = {"checksums": facts, "parallelism_info": []}
         server = {"tp_size": 1, "ep_size": 1, "max_total_num_tokens": 9}
         server["enable_deterministic_inference"] = False

@@ -21,7 +21,7 @@ from sglang_bridge.parse import (
     parse_scores,
     parse_work,
 )
-from sglang_bridge.protocol import RolloutRequest, ScoreRequest, WeightPiece
+from sglang_bridge.protocol import RolloutRequest, ScoreRequest, ServerEnds, WeightPiece
 from sglang_bridge.work import PassSums, ServerWork
 from tests.support.bridge_replies import (
     REQUEST,
@@ -343,7 +343,10 @@ def test_pieces_and_info():
     described = {
         "ranks": [
             {
-                "checksums": {"vocab_size": "512", "dtype": "bfloat16", "quantization": "fp8"},
+                "checksums": {
+                    **{"vocab_size": "512", "dtype": "bfloat16", "quantization": "fp8"},
+                    "ends": '{"model": [1, 7], "tokenizer": null}',
+                },
                 "parallelism_info": [],
             }
         ]
@@ -354,6 +357,7 @@ def test_pieces_and_info():
     info = parse_info(URL, server, model, {"data": [{"max_model_len": 64}]}, described)
     assert (info.vocab_size, info.context_length, info.tp_size, info.version) == (512, 64, 2, 3)
     assert info.quantization == "fp8"
+    assert info.ends == ServerEnds((1, 7), None)
     described["ranks"][0]["checksums"]["quantization"] = "none"
     info = parse_info(URL, server, model, {"data": [{"max_model_len": 64}]}, described)
     assert info.quantization is None

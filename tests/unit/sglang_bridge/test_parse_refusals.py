@@ -197,8 +197,14 @@ INFO = {
     },
     "model": {"model_path": "m", "weight_version": "3"},
     "models": {"data": [{"max_model_len": 64}]},
-    "plugin": described({"vocab_size": "512", "dtype": "bfloat16", "quantization": "int8"}),
+    "plugin": described(
+        {
+            **{"vocab_size": "512", "dtype": "bfloat16", "quantization": "int8"},
+            "ends": '{"model": [1], "tokenizer": [1]}',
+        }
+    ),
 }
+SOUND = {"vocab_size": "5", "dtype": "x", "quantization": "none"}
 
 
 @pytest.mark.parametrize(
@@ -230,6 +236,10 @@ def test_impossible_pieces(key: str, digest: Any):
         ("plugin", described({"vocab_size": "5", "dtype": "x\x1b[", "quantization": "none"})),
         ("plugin", described({"vocab_size": "5", "dtype": "x"})),
         ("plugin", described({"vocab_size": "5", "dtype": "x", "quantization": "int4"})),
+        ("plugin", described(SOUND)),
+        ("plugin", described(SOUND | {"ends": "[1]"})),
+        ("plugin", described(SOUND | {"ends": '{"model": ["1"], "tokenizer": null}'})),
+        ("plugin", described(SOUND | {"ends": "[" * 5000})),
         ("server", {"tp_size": True}),
         ("server", {"tp_size": 0}),
         ("server", {"max_total_num_tokens": HUGE}),

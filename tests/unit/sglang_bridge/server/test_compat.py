@@ -364,6 +364,28 @@ def test_a_scheduler_s_requests_and_how_far_they_are():
     assert compat.requests_of(scheduler) == ({"a": 3, "c": 0}, ["d"])
 
 
+def test_where_a_rank_ends_requests():
+    """What the scheduler gives each request, and what that reads of its tokenizer."""
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.managers.scheduler import Scheduler
+
+    given = "eos_token_ids=self.model_config.hf_eos_token_id"
+    assert given in inspect.getsource(Scheduler)
+    finish = inspect.getsource(Req._check_token_based_finish)
+    named = ("eos_token_ids", "tokenizer.eos_token_id", "tokenizer.additional_stop_token_ids")
+    assert all(f"self.{name}" in finish for name in named)
+
+    def ends(tokenizer: Any) -> dict[str, Any]:
+        model = SimpleNamespace(hf_eos_token_id={9, 2})
+        return compat.ends_of(SimpleNamespace(model_config=model, tokenizer=tokenizer))
+
+    assert ends(None) == {"model": [2, 9], "tokenizer": None}
+    both = SimpleNamespace(eos_token_id=4, additional_stop_token_ids={3})
+    assert ends(both) == {"model": [2, 9], "tokenizer": [3, 4]}
+    none = SimpleNamespace(eos_token_id=None, additional_stop_token_ids=None)
+    assert ends(none) == {"model": [2, 9], "tokenizer": []}
+
+
 def test_seeds_of_a_batch(monkeypatch: pytest.MonkeyPatch):
     """Only where a request has one and SGLang samples; who has none gets one of its name."""
     monkeypatch.setattr(compat, "is_deterministic", lambda: False)
