@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from megatron_opd.checkpoint.description import copy_description, put_template
 from megatron_opd.checkpoint.hf_files import check_complete, stored_tensors
+from megatron_opd.data.end_tokens import name_end_tokens
 from megatron_opd.models.spec import read_model_spec
 
 MAX_FILE_BYTES = 4 * 2**30
@@ -25,14 +26,15 @@ def export_hf(
     max_file_bytes: int = MAX_FILE_BYTES,
     may_name: Callable[[], None] = lambda: None,
     chat_template: str | None = None,
+    end_ids: Sequence[int] = (),
 ) -> None:
     """Write `tensors`, cast to `dtype`, with the configuration and tokenizer of `source`.
 
     `target` appears complete or not at all; an earlier checkpoint there is replaced.
     max_file_bytes: a new safetensors file is begun before one would exceed it. may_name: called
     when all is written; raises when `target` must not appear. chat_template: in place of the
-    source's. ValueError: the tensors are not those of a model of `source`'s config.json, no more
-    and no less.
+    source's. end_ids: named in its generation_config.json besides those of `source`. ValueError:
+    the tensors are not those of a model of `source`'s config.json, no more and no less.
     """
     target = target.absolute()
     part = target.with_name(f".{target.name}.part")
@@ -42,6 +44,7 @@ def export_hf(
     copy_description(source, part, dtype)
     if chat_template is not None:
         put_template(part, chat_template)
+    name_end_tokens(part, end_ids)
     try:
         check_complete(stored_tensors(part), read_model_spec(part), target)
         may_name()

@@ -405,7 +405,8 @@ def check_served(
     """
     if info.vocab_size != model.vocab_size:
         raise UserError(
-            f"{key}: {info.url} must serve a vocabulary of {model.vocab_size} ids, got {info.vocab_size}"
+            f"{key}: {info.url} must serve a vocabulary of {model.vocab_size} ids, "
+            f"got {info.vocab_size}"
         )
     if info.dtype != section.dtype:
         raise UserError(f"{key}: {info.url} must serve {section.dtype}, got {info.dtype}")

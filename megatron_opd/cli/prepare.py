@@ -20,6 +20,7 @@ from megatron_opd.cli.preflight import CheckedModels, ModelFacts, check_models, 
 from megatron_opd.cli.rendering import rendering_notes, rendering_of, with_template
 from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.sinks import check_sinks
+from megatron_opd.cli.tokenizer_parts import end_notes
 from megatron_opd.cli.train_data import (
     check_enough,
     chosen_source,
@@ -163,6 +164,11 @@ def read_inputs(
         *disk_notes(config, models.student.spec),
         *model_notes(models),
         *models.notes,
+        *(
+            end_notes(models.ends, models.tokenizer, config.scoring.guard)
+            if models.tokenizer
+            else ()
+        ),
         *changed,
         *rendering_notes(config, models, every),
         *skipped,

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.roles import STUDENT, Role
 from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.config.sections import Guard
+from megatron_opd.data.end_tokens import EndTokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,6 +92,30 @@ def without(parts: Parts, tokens: frozenset[str]) -> Parts:
 
 def _merged(pair: str | Sequence[str]) -> str:
     return "".join(pair.split(" ") if isinstance(pair, str) else pair)
+
+
+def end_notes(
+    ends: Mapping[Role, EndTokens], tokenizer: PreTrainedTokenizerBase, guard: Guard
+) -> list[str]:
+    """Return a line for each teacher that ends elsewhere than the run, with what to set."""
+
+    def named(ids: Sequence[int]) -> str:
+        words = tokenizer.convert_ids_to_tokens(list(ids))
+        return ", ".join(f"{i} {word!r}" for i, word in zip(ids, words, strict=True))
+
+    ours, lines = ends[STUDENT], list[str]()
+    for role, theirs in ends.items():
+        if theirs.ids == ours.ids:
+            continue
+        more = [i for i in theirs.ids if i not in ours.ids]
+        advice = f"; to end at the teacher's too set rollout.stop_token_ids to {more}"
+        seen = "its guard samples and scores with the run's" if guard != "off" else "no guard looks"
+        lines.append(
+            f"student.model and {role}.model end responses differently: the run ends at "
+            f"{named(ours.ids)}, {role}.model at {named(theirs.ids)}; scoring needs equal ids "
+            f"alone, {seen}{advice if more else ''}"
+        )
+    return lines
 
 
 def tokenizer_parts(tokenizer: PreTrainedTokenizerBase) -> Parts:

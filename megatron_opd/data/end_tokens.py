@@ -106,6 +106,23 @@ def read_end_tokens(
     return found
 
 
+def name_end_tokens(path: Path, asked: Sequence[int]) -> None:
+    """Add ids to those of the checkpoint's generation_config.json, so that others end there too.
+
+    Where that names none, transformers would read config.json, so its ids are repeated there.
+    """
+    if not asked:
+        return
+    file = path / GENERATION_CONFIG
+    tree: Any = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    named = tree.get(KEY)
+    if named is None:
+        named = _named(json.loads((path / "config.json").read_text(encoding="utf-8")), None)
+    ids: list[int] = [] if named is None else named if isinstance(named, list) else [named]
+    tree[KEY] = list(dict.fromkeys((*ids, *asked)))
+    file.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+
+
 def _named(raw: Mapping[str, Any], default: int | None) -> Any:
     """Return what config.json says: of a model with parts, where only the text's part says it."""
     if KEY in raw:

@@ -237,11 +237,13 @@ class MegatronLearner:
         dtype: torch.dtype,
         may_write: Callable[[], None] = lambda: None,
         chat_template: str | None = None,
+        end_ids: Sequence[int] = (),
     ) -> None:
         """Write the current weights as a Hugging Face checkpoint. Collective; rank 0 writes.
 
         may_write: called before the first byte and before the name; what it raises stops the rest.
-        chat_template: in place of the source's.
+        chat_template: in place of the source's. end_ids: named in its generation_config.json
+        besides.
         """
         self.settle_weights()
         if self.world.rank == 0:
@@ -253,6 +255,7 @@ class MegatronLearner:
                 dtype,
                 may_name=may_write,
                 chat_template=chat_template,
+                end_ids=end_ids,
             )
         else:
             for _ in self.full.tensors():

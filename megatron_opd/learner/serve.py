@@ -201,7 +201,8 @@ class RankServer:
             case ExportHf():
                 dtype = DTYPES[request.dtype or self.config.learner.dtype]
                 path, template = Path(request.path), request.chat_template
-                self.learner.export_hf(path, dtype, self._check_claim, template)
+                ends = self.config.rollout.stop_token_ids
+                self.learner.export_hf(path, dtype, self._check_claim, template, ends)
             case SaveState():
                 self.learner.settle_weights()
                 background = request.in_background

@@ -242,18 +242,15 @@ def served(**fields: object) -> ServerInfo:
 def test_servers_elsewhere_must_serve_the_model(models: Path, fields: dict, words: str):
     section = ServerConfig(model=models / "student", urls=("http://127.0.0.1:1/",))
     assert section.urls == ("http://127.0.0.1:1",)
-    ends, key = EndTokens((1,), 1, asked=(5,)), "student.urls"
-    check_served(key, served(), section, ServedModel(512, ends), deterministic=True)
-    check_served(
-        key, served(deterministic=False), section, ServedModel(512, ends), deterministic=False
-    )
+    model, key = ServedModel(512, EndTokens((1,), 1, asked=(5,))), "student.urls"
+    other = ServedModel(512, EndTokens((1,), 3))
+    check_served(key, served(), section, model, deterministic=True)
+    check_served(key, served(deterministic=False), section, model, deterministic=False)
     # without a tokenizer it ends at fewer: requests name the others
     no_tokenizer = served(ends=ServerEnds((1,), None))
-    check_served(
-        key, no_tokenizer, section, ServedModel(512, EndTokens((1,), 3)), deterministic=True
-    )
+    check_served(key, no_tokenizer, section, other, deterministic=True)
     with pytest.raises(UserError, match=words):
-        check_served(key, served(**fields), section, ServedModel(512, ends), deterministic=True)
+        check_served(key, served(**fields), section, model, deterministic=True)
 
 
 def test_control_needs_addresses(tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]):

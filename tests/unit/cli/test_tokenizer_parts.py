@@ -15,9 +15,11 @@ from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.cli.tokenizer_parts import (
     check_tokenizer,
     difference,
+    end_notes,
     further_tokens,
     tokenizer_parts,
 )
+from megatron_opd.data.end_tokens import EndTokens
 from tests.support.cli_cases import call, refused, small_config, tiny_models
 
 VOCAB = {"<pad>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4, "ab": 5, "bc": 6}
@@ -197,3 +199,16 @@ def test_added_tokens_that_are_no_list_are_the_library_s_to_refuse(tmp_path: Pat
     (tmp_path / "tokenizer.json").write_text(json.dumps(tree))
     with pytest.raises(UserError, match=r"^teacher\.model: "):
         load_tokenizer(tmp_path, "teacher.model")
+
+
+def test_other_ends_of_a_teacher_are_a_note_that_says_what_to_set():
+    ours = build()
+    ends = {"student": EndTokens((1,), 1), "teacher": EndTokens((6,), 6)}
+    (line,) = end_notes(ends, ours, "refuse")
+    assert "the run ends at 1 '<eos>', teacher.model at 6 'bc'" in line
+    assert "set rollout.stop_token_ids to [6]" in line
+    asked = {"student": EndTokens((1,), 1, asked=(6,)), "teacher": EndTokens((6,), 6, asked=(6,))}
+    (line,) = end_notes(asked, ours, "off")
+    assert "the run ends at 1 '<eos>', 6 'bc'" in line
+    assert "stop_token_ids" not in line
+    assert end_notes({"student": ends["student"], "teacher": ends["student"]}, ours, "warn") == []

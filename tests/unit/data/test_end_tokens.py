@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_opd.data.end_tokens import ATTACHED, Ending, read_end_tokens
+from megatron_opd.data.end_tokens import ATTACHED, Ending, name_end_tokens, read_end_tokens
 from megatron_opd.models.families import FAMILIES
 from sglang_bridge.server.__main__ import offer_standins
 from tests.support.end_tables import ABSENT, PUBLISHED, Published
@@ -114,6 +114,21 @@ def test_a_generation_config_that_cannot_be_read_is_named(text: str, tmp_path: P
     (tmp_path / "generation_config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"cannot read .*generation_config\.json"):
         read_end_tokens(tmp_path, {"eos_token_id": 1}, 16, None, {})
+
+
+@pytest.mark.parametrize("name", ["Llama-2", "Qwen3", "Zephyr", "GLM-4-0414", "Yi-Chat"])
+def test_an_export_names_the_ends_of_its_run_for_whoever_serves_it(name: str, tmp_path: Path):
+    path = PUBLISHED[name].write(tmp_path / "model")
+    before, file = our_ends(path), path / "generation_config.json"
+    kept = file.read_bytes() if file.exists() else None
+    name_end_tokens(path, ())
+    assert (file.read_bytes() if file.exists() else None) == kept, "nothing was asked for"
+    name_end_tokens(path, (9, 11))
+    assert set(our_ends(path).ids) == {*before.ids, 9, 11} == engines_ends(path)
+    alone = get_generation_config(str(path), trust_remote_code=False).eos_token_id
+    published = PUBLISHED[name]
+    said = published.config if published.generation is ABSENT else published.generation
+    assert set(alone) == {9, 11, *(said if isinstance(said, list) else [said])}
 
 
 def test_without_any_end_a_checkpoint_is_refused_unless_the_run_names_one(tmp_path: Path):
