@@ -55,6 +55,9 @@ STUDENTS = _by_name(
             "ep_join_rank_offset max_ep_size enable_paged_experts paged_experts_num_resident "
             "mooncake_ib_device"
         ),
+        "it rounds what travels between experts, to 8 bits by default, and sets student.ep": (
+            "moe_a2a_backend flashinfer_a2a_dispatch_type deepep_config deepep_mode deepep_v2_mode"
+        ),
     }
 )
 """Why students may not have what teachers may."""
@@ -206,7 +209,6 @@ ALLOWED = _by_name(
         "kernels": (
             "attention_backend decode_attention_backend prefill_attention_backend sampling_backend "
             "bf16_gemm_backend fp8_gemm_runner_backend fp4_gemm_runner_backend moe_runner_backend "
-            "moe_a2a_backend flashinfer_a2a_dispatch_type deepep_config deepep_mode deepep_v2_mode "
             "enable_lean_attention triton_attention_num_kv_splits triton_attention_reduce_in_fp32 "
             "triton_attention_split_tile_size flashinfer_mla_disable_ragged "
             "disable_flashinfer_autotune flashinfer_autotune_skip_ops "
