@@ -140,3 +140,8 @@ def one_line(text: str, limit: int = 400) -> str:
     # a peer may send megabytes: what lies far behind the cut is not looked at
     flat = printable(" ".join(text[: 16 * limit].split()))
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
+
+
+def exit_text(code: int) -> str:
+    """Returns how a process ended, in words; negative codes are signals."""
+    return f"exit code {code}" if code >= 0 else f"signal {-code}"

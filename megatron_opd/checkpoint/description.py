@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from megatron_opd.models.file_kinds import OF_TEXT
+
 CONFIG = "config.json"
 WEIGHTS = re.compile(
     r".*\.(safetensors|bin|pth?|ckpt|distcp|h5|msgpack|gguf|ggml|onnx|onnx_data|tflite|ot|mlmodel"
@@ -29,12 +31,6 @@ OF_WEIGHTS = re.compile(
     re.IGNORECASE,
 )
 """Names of files that describe other weights than those that are written, or their training."""
-OF_TEXT = re.compile(
-    r"(tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config).*"
-    r"|.*\.(jinja|model|tiktoken|spm|bpe)",
-    re.IGNORECASE,
-)
-"""Names of files that tokenizers read: in folders too, and wherever a link leads."""
 TEMPLATE, TEMPLATES, TEMPLATE_KEY = (
     "chat_template.jinja",
     "additional_chat_templates",

@@ -21,6 +21,7 @@ from megatron_opd.checkpoint.hf_files import some
 from megatron_opd.checkpoint.megatron_names import Place, places, written_keys
 from megatron_opd.checkpoint.restricted_metadata import METADATA, read_metadata
 from megatron_opd.models.families import Key, row_of
+from megatron_opd.models.file_kinds import around_megatron
 from megatron_opd.models.shards import join
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import hf_shapes, model_keys
@@ -232,6 +233,8 @@ def _box_of(
 def _metadata_of(path: Path) -> Metadata:
     if not MegatronSource.exists(path):
         raise ValueError(
-            f"{path} is not a Megatron distributed checkpoint: it lacks {DESCRIPTION} or {METADATA}"
+            around_megatron(path)
+            or f"{path} is not a Megatron distributed checkpoint: it lacks {DESCRIPTION} or "
+            f"{METADATA}"
         )
     return read_metadata(path)

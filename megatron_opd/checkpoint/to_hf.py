@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +22,20 @@ from megatron_opd.checkpoint.conversion import (
     run,
 )
 from megatron_opd.checkpoint.crew import Crew
-from megatron_opd.checkpoint.description import copy_description, put_template
+from megatron_opd.checkpoint.description import CONFIG, copy_description, put_template
 from megatron_opd.checkpoint.digest import entry_of
 from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, file_tensors
 from megatron_opd.checkpoint.hf_reader import read_rows
 from megatron_opd.checkpoint.hf_writer import write_safetensors
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.checkpoint.part_dir import PartDir
-from megatron_opd.models.spec import read_model_spec
+from megatron_opd.config.wording import shown
+from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.models.tensors import hf_shapes
 
 MAX_FILE_BYTES = 4 * 2**30
+NOT_OF_WEIGHTS = ("initializer_range", "max_position")
+"""Fields of a model's description that may be changed without making another model of it."""
 
 
 def megatron_to_hf(
@@ -57,6 +60,7 @@ def megatron_to_hf(
     spec = read_model_spec(model)
     stored = MegatronSource(source, spec)
     keys = stored.checked_keys()
+    _check_own_config(source, model, spec)
     kind_of = {key: dtype or stored.dtype_of(key) for key in keys}
     sizes = {key: bytes_of(spec, key, kind) for key, kind in kind_of.items()}
     units = list(grouped(keys, sizes.values(), [0] * len(keys), max_file_bytes))
@@ -106,6 +110,25 @@ def megatron_to_hf(
     unit_sizes = tuple(sum(sizes[key] for key in unit) for unit in units)
     report = run(Job(part, unit_sizes, write, complete, read_back), crew)
     return replace(report, padding_rows=stored.padding_rows)
+
+
+def _check_own_config(source: Path, model: Path, spec: ModelSpec) -> None:
+    """Raise ValueError where the source's own config.json, if it has one, is of another model.
+
+    Shapes do not tell: other heads of the same features, or a smaller vocabulary with padding,
+    would cut the tensors otherwise, and other rotary settings make another model of them.
+    """
+    if model == source or not (source / CONFIG).is_file():
+        return
+    own = read_model_spec(source)
+    for each in fields(ModelSpec):
+        here, given = getattr(own, each.name), getattr(spec, each.name)
+        if here != given and each.name not in NOT_OF_WEIGHTS:
+            raise ValueError(
+                f"{model / CONFIG} describes another model than {source / CONFIG} does: "
+                f"{each.name} is {shown(given)} there and {shown(here)} here; leave out "
+                "--model, or correct one"
+            )
 
 
 def _read_checksums(source: Path) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from megatron_opd.launch.handles import Learner
 from megatron_opd.launch.launcher import CannotPlace
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.workers.pool import WorkerPool
+from sglang_bridge.errors import exit_text
 from sglang_bridge.server.launch import last_lines
 
 GRACE_S = 4.0
@@ -63,10 +64,10 @@ class DataWorkers:
             async with asyncio.timeout(timeout_s):
                 while not ready.done():
                     for index, process in enumerate(self.processes):
-                        if process.exit_code() is not None:
+                        if (code := process.exit_code()) is not None:
                             raise UserError(
-                                f"data worker {index} ended with exit code {process.exit_code()} "
-                                f"during start-up; {_end_of(process)}"
+                                f"data worker {index} ended with {exit_text(code)} during "
+                                f"start-up; {_end_of(process)}"
                             )
                     await asyncio.wait({ready}, timeout=POLL_S)
                 await ready

@@ -23,7 +23,7 @@ from megatron_opd.config.wording import shown
 from megatron_opd.data.end_tokens import EndTokens, read_end_tokens
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.models.families import FAMILIES, MIXTRAL
-from megatron_opd.models.file_kinds import ADAPTER, adapter_line
+from megatron_opd.models.file_kinds import ADAPTER, adapter_line, pointer_in, pointer_line
 from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
 from megatron_opd.planning import learner as planning_learner
 from megatron_opd.planning import servers as planning_servers
@@ -59,6 +59,9 @@ def read_model(path: Path, key: str) -> ModelFacts:
         raise UserError(f"{key} must be a Hugging Face checkpoint directory, not found: {path}")
     if (path / ADAPTER).is_file():  # transformers would load it on top of what lies beside it
         raise UserError(f"{key}: {adapter_line(path)}")
+    pointer = pointer_in(path)
+    if pointer is not None:
+        raise UserError(f"{key}: {pointer_line(pointer)}")
     try:
         raw = read_config(path / "config.json")
     except ValueError as error:

@@ -15,7 +15,7 @@ from megatron_opd.controller.health import HealthGuard, WatchedProcess
 from megatron_opd.launch.handles import Learner, Server
 from megatron_opd.launch.launcher import CannotPlace
 from megatron_opd.transport.lifetime import EXIT_LOST
-from sglang_bridge.errors import PortInUse, ServerDied
+from sglang_bridge.errors import PortInUse, ServerDied, exit_text
 from sglang_bridge.server.launch import last_lines
 
 GRACE_S = 4.0
@@ -57,11 +57,11 @@ class Processes:
     async def learner_died(self) -> None:
         """Return never; raise UserError with the log's end once the learner has ended."""
         # a process has no event to wait on
-        while self.learner is None or self.learner.exit_code() is None:  # noqa: ASYNC110
+        while self.learner is None or (code := self.learner.exit_code()) is None:  # noqa: ASYNC110
             await asyncio.sleep(POLL_S)
         assert self.learner.log is not None
         raise UserError(
-            f"the learner ended with exit code {self.learner.exit_code()} during start-up; "
+            f"the learner ended with {exit_text(code)} during start-up; "
             f"the end of {self.learner.log}:\n{last_lines(self.learner.log)}"
         )
 

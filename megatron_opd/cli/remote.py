@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_opd.launch.launcher import Launcher, Place, Process, ProcessSpec
-from sglang_bridge.errors import PortInUse, ServerDied
+from sglang_bridge.errors import PortInUse, ServerDied, exit_text
 from sglang_bridge.proof import new_nonce
 from sglang_bridge.server.launch import Readiness, next_log, why_ended
 from sglang_bridge.server.spec import NONCE_VARIABLE
@@ -80,7 +80,7 @@ class RemoteServer:
             if code is not None:
                 self.stop(0)
                 readiness.require_port(self.log_path)
-                raise self._ended(f"ended with status {code} during start-up")
+                raise self._ended(f"ended with {exit_text(code)} during start-up")
             try:
                 if readiness.reached():
                     return

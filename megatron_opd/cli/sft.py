@@ -22,6 +22,7 @@ from megatron_opd.launch.gpus import gpus_here
 from megatron_opd.launch.parts import LEARNER, learner_part
 from megatron_opd.launch.placement import place
 from megatron_opd.models.spec import ModelSpec, read_model_spec
+from sglang_bridge.errors import exit_text
 
 GRACE_S = 5.0
 CONSOLE = Console(highlight=False)
@@ -78,5 +79,5 @@ def run_sft(config: SftConfig) -> int:
         finally:
             process.stop(GRACE_S)
     if code != 0:
-        raise RunFailed(f"the learner ended with exit code {code}; its output is above")
+        raise RunFailed(f"the learner ended with {exit_text(code)}; its output is above")
     return 0

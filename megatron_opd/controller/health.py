@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from sglang_bridge.errors import ServerUnreachable
+from sglang_bridge.errors import ServerUnreachable, exit_text
 
 
 class ProcessDied(RuntimeError):
@@ -151,8 +151,3 @@ def _died(process: WatchedProcess, code: int) -> ProcessDied:
     if cause is not None:
         return ProcessDied(f"{process.name} ended: {cause}{log}")
     return ProcessDied(f"{process.name} ended with {exit_text(code)}{log}")
-
-
-def exit_text(code: int) -> str:
-    """Return an exit code in words; negative codes are signals."""
-    return f"exit code {code}" if code >= 0 else f"signal {-code}"

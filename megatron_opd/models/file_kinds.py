@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import os
+import re
 from pathlib import Path
 
 ADAPTER = "adapter_config.json"
 POINTER = b"version https://git-lfs.github.com/spec/"
 _MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt")
-_PICKLES = ("pytorch_model*.bin", "model*.bin", "consolidated*.pt*", "*.gguf", "tf_model*.h5")
+_PICKLES = (
+    *("pytorch_model*.bin", "model*.bin", "consolidated*.pt*", "*.gguf", "tf_model*.h5"),
+    *("flax_model*.msgpack", "model*.pt", "model*.pth", "pytorch_model*.pt", "*.ckpt", "*.onnx"),
+)
+OF_TEXT = re.compile(
+    r"(tokenizer|vocab|merges|special_tokens|added_tokens|chat_template|generation_config).*"
+    r"|.*\.(jinja|model|tiktoken|spm|bpe)",
+    re.IGNORECASE,
+)
+"""Names of files that tokenizers read: in folders too, and wherever a link leads."""
+_ALSO_READ = ("config.json", "processor_config.json", "model.safetensors.index.json")
 
 
 def is_pointer(file: Path) -> bool:
     """Return whether git-LFS has left its pointer where the file should be. May raise OSError."""
     with file.open("rb") as stream:
         return stream.read(len(POINTER)) == POINTER
+
+
+def pointer_in(path: Path) -> Path | None:
+    """Return the first pointer among the files that describe a model; None: there is none.
+
+    Others, such as weights in further formats, may be pointers that nobody reads.
+    """
+    for file in sorted(path.iterdir()):
+        read = file.name in _ALSO_READ or OF_TEXT.fullmatch(file.name)
+        if read and file.is_file() and os.access(file, os.R_OK) and is_pointer(file):
+            return file
+    return None
 
 
 def pointer_line(file: Path) -> str:
@@ -29,20 +53,33 @@ def adapter_line(path: Path) -> str:
     )
 
 
-def other_kind(path: Path) -> str | None:
-    """Say what the directory holds instead of safetensors, and the remedy; None: nothing known."""
-    if (path / ADAPTER).is_file():
-        return adapter_line(path)
-    if any(path.glob("mp_rank_*")) or any(path.glob("iter_*/mp_rank_*")):
+def around_megatron(path: Path) -> str | None:
+    """Say what Megatron keeps here that is no distributed checkpoint itself, and the remedy."""
+    pickles = path.name.startswith("mp_rank_") and any(path.glob("*.pt"))
+    if pickles or any(path.glob("mp_rank_*")) or any(path.glob("iter_*/mp_rank_*")):
         return (
             f"{path} is a legacy Megatron checkpoint (mp_rank_00 with pickles): save it anew with "
             "Megatron's --ckpt-format torch_dist, then use `opd convert megatron-to-hf`"
         )
+    found = sorted(path.glob("iter_*"))
+    if not found:
+        return None
+    return (
+        f"{path} holds Megatron checkpoints of several iterations: make a Hugging Face one of the "
+        f"last with `opd convert megatron-to-hf {found[-1]} DST --model HF_DIR`"
+    )
+
+
+def other_kind(path: Path) -> str | None:
+    """Say what the directory holds instead of safetensors, and the remedy; None: nothing known."""
+    if (path / ADAPTER).is_file():
+        return adapter_line(path)
+    if around := around_megatron(path):
+        return around
     if any((path / name).is_file() for name in _MEGATRON):
-        found = sorted(path.glob("iter_*"))
         return (
             f"{path} is a Megatron checkpoint: make a Hugging Face one of it with `opd convert "
-            f"megatron-to-hf {found[-1] if found else path} DST --model HF_DIR`"
+            f"megatron-to-hf {path} DST --model HF_DIR`"
         )
     pickles = sorted(file.name for kind in _PICKLES for file in path.glob(kind))
     if pickles:

@@ -56,6 +56,7 @@ ONE_SIDED: dict[str, tuple[Any, ...]] = {
     "n_shared_experts": (None, 0),
     "shared_expert_intermediate_size": (None, 0),
 }
+ROPE_TYPES = ("default", "linear", "llama3")
 ROPE_KEYS = frozenset(
     {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
     | {"original_max_position_embeddings", "partial_rotary_factor"}
@@ -101,13 +102,17 @@ def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
         if config.get(key) and not isinstance(config[key], dict):
             raise ValueError(f"{key} must be a mapping, got {shown(config[key])}")
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
+    rope.setdefault("rope_theta", config.get("rope_theta", THETA.get(family.name, 1e4)))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    if rope["rope_type"] not in ROPE_TYPES:
+        raise ValueError(
+            f"rope type must be one of {', '.join(ROPE_TYPES)}, got {shown(rope['rope_type'])}"
+        )
     unknown = rope.keys() - ROPE_KEYS
     if unknown:
         raise ValueError(
             f"rotary settings must be of {', '.join(sorted(ROPE_KEYS))}, got {shown(min(unknown))}"
         )
-    rope.setdefault("rope_theta", config.get("rope_theta", THETA.get(family.name, 1e4)))
-    rope.setdefault("rope_type", rope.get("type", "default"))
     rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     if rope.get("partial_rotary_factor", 1) != 1:
         raise ValueError(

@@ -196,9 +196,7 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
 
 def _rope(config: dict[str, Any], family: Family) -> Rope:
     rope = rope_parameters(config, family)
-    kind = rope["rope_type"]
-    if kind not in ("default", "linear", "llama3"):
-        raise ValueError(f"rope type must be one of default, linear, llama3, got {shown(kind)}")
+    kind: RopeType = rope["rope_type"]
     theta = _positive(rope, "rope_theta")
     if kind == "default":
         return Rope(theta)

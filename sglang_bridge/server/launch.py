@@ -23,7 +23,7 @@ import urllib.request
 from pathlib import Path
 
 from sglang_bridge import wire
-from sglang_bridge.errors import ModelRefused, PortInUse, ServerDied
+from sglang_bridge.errors import ModelRefused, PortInUse, ServerDied, exit_text
 from sglang_bridge.proof import new_nonce, proof
 from sglang_bridge.server import files
 from sglang_bridge.server.spec import REFUSED, ServerSpec, server_command, server_env
@@ -214,7 +214,7 @@ class ServerProcess:
             if status is not None:
                 self.stop(grace_s=0)
                 readiness.require_port(self.log_path)
-                raise self._ended(f"ended with status {status} during start-up")
+                raise self._ended(f"ended with {exit_text(status)} during start-up")
             try:
                 ready = readiness.reached()
             except PortInUse:

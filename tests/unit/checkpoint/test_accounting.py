@@ -5,6 +5,7 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -165,6 +166,7 @@ def test_verify_does_not_trust_the_plan(
         return list(model_keys(source.spec))
 
     hf_to_megatron(model, tmp_path / "m", parallel=ParallelConfig(), dtype=None, crew=Crew())
+    (tmp_path / "m" / "config.json").unlink()
     monkeypatch.setattr(MegatronSource, "checked_keys", forgets)
     words = ("convert", "megatron-to-hf", tmp_path / "m", tmp_path / "hf", "--model", described)
     capsys.readouterr()  # what made the model
@@ -172,6 +174,47 @@ def test_verify_does_not_trust_the_plan(
     error = capsys.readouterr().err
     assert "must be the same, they are not as many" in error
     assert error.count("\n") == 1
+
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "num_heads": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8},
+    "vocab_size": {"vocab_size": 256},
+    "rope": {"rope_parameters": {"rope_type": "default", "rope_theta": 7.0}},
+    "norm_eps": {"rms_norm_eps": 1e-2},
+}
+
+
+@pytest.mark.parametrize("field", OTHERS)
+def test_config_json_of_a_model_of_the_same_shapes_is_refused(field: str, tmp_path: Path):
+    """Not as damage: other heads would cut queries, keys and values otherwise."""
+    model = tiny_qwen2(tmp_path / "model", num_attention_heads=4, num_key_value_heads=2)
+    described = tiny_qwen2(tmp_path / "described", **OTHERS[field])
+    hf_to_megatron(model, tmp_path / "m", parallel=ParallelConfig(), dtype=None, crew=Crew())
+    with pytest.raises(ValueError, match=rf"describes another model than .*: {field} is ") as told:
+        megatron_to_hf(tmp_path / "m", tmp_path / "hf", dtype=None, crew=Crew(), model=described)
+    assert "\n" not in str(told.value)
+    same = tiny_qwen2(
+        *(tmp_path / "same",),
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    megatron_to_hf(tmp_path / "m", tmp_path / "hf", dtype=None, crew=Crew(), model=same)
+
+
+def test_what_lies_around_megatron_checkpoints_is_named(tmp_path: Path):
+    model = tiny_qwen2(tmp_path / "model")
+    root, legacy = tmp_path / "root", tmp_path / "legacy" / "iter_0000010" / "mp_rank_00"
+    (root / "iter_0000010").mkdir(parents=True)
+    legacy.mkdir(parents=True)
+    (legacy / "model_optim_rng.pt").write_bytes(b"")
+    old = r"is a legacy Megatron checkpoint \(mp_rank_00 with pickles\)"
+    for source, message in (
+        (root, r"`opd convert megatron-to-hf .*/root/iter_0000010 DST"),
+        *((path, old) for path in (legacy, legacy.parent, legacy.parent.parent)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            megatron_to_hf(source, tmp_path / "hf", dtype=None, crew=Crew(), model=model)
 
 
 def test_verify_counts_in_both_directions(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -1,10 +1,13 @@
+import asyncio
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.learner_process import WORLD_VARIABLES, LearnerProcess, learner_command
+from megatron_opd.cli.processes import Processes
 from megatron_opd.config.learner import LearnerConfig
 
 
@@ -31,3 +34,12 @@ def test_a_rank_is_of_no_world_that_this_process_is_in(monkeypatch: pytest.Monke
     made: Any = LearnerProcess(command(), None, 1)
     assert not made.environment.keys() & set(WORLD_VARIABLES)
     assert made.environment["OTHER"] == "stays"
+
+
+def test_a_learner_that_is_killed_during_start_up_is_told_with_the_signal(tmp_path: Path):
+    """As it is at any later time; an exit code of -9 is no user's word."""
+    script = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    learner = LearnerProcess([sys.executable, "-c", script], tmp_path / "learner.log", 1)
+    learner.start()
+    with pytest.raises(UserError, match=r"^the learner ended with signal 9 during start-up; "):
+        asyncio.run(Processes([], learner).learner_died())

@@ -94,7 +94,7 @@ def test_a_server_that_ends_at_once_shows_its_log(cluster: Cluster, tmp_path: Pa
     with pytest.raises(ServerDied) as caught:
         one.wait_ready(20)
     told = str(caught.value)
-    assert f"{one.name} on n0 ended with status 3 during start-up" in told
+    assert f"{one.name} on n0 ended with exit code 3 during start-up" in told
     assert "no such model" in told
 
 

@@ -53,6 +53,18 @@ def pointer_of_config(path: Path) -> None:
     (path / "config.json").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
 
 
+def pointer_named(name: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        (path / name).write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+
+    damage.__name__ = name
+    return damage
+
+
+def flax(path: Path) -> None:
+    (path / SINGLE).rename(path / "flax_model.msgpack")
+
+
 def megatron_root(path: Path) -> None:
     shutil.rmtree(path)
     (path / "iter_0000010").mkdir(parents=True)
@@ -85,6 +97,14 @@ CASES: tuple[tuple[Callable[[Path], None], tuple[str, ...]], ...] = (
     (adapter, ("LoRA adapter", "merge_and_unload")),
     (pointer_of_weights, (SINGLE, "git-LFS pointer", "git lfs pull")),
     (pointer_of_config, ("config.json", "git-LFS pointer")),
+    *(
+        (pointer_named(name), (name, "git-LFS pointer", "git lfs pull"))
+        for name in (
+            *("tokenizer.json", "tokenizer_config.json", "generation_config.json"),
+            *("chat_template.jinja", "model.safetensors.index.json"),
+        )
+    ),
+    (flax, ("flax_model.msgpack, not as safetensors",)),
     (megatron_root, ("Megatron checkpoint", "opd convert megatron-to-hf", "iter_0000010")),
     (legacy, ("legacy Megatron checkpoint", "mp_rank_00")),
     (only_pickles, ("pytorch_model.bin", "save_pretrained")),

@@ -172,3 +172,13 @@ def test_rope_scaling_beside_rope_parameters_is_the_one_that_counts():
     assert isinstance(ours, ModelSpec)
     assert (ours.rope.type, ours.rope.theta, ours.rope.factor) == ("linear", 10000.0, 4.0)
     same(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "yarn"])
+def test_a_kind_of_rotary_scaling_is_refused_by_its_name(kind: str):
+    """Not by a setting that only it has."""
+    scaling = {"type": kind, "long_factor": [2.0], "mrope_section": [1, 1, 2]}
+    sizes = SIZES | {"num_key_value_heads": 4}
+    ours, _ = read({"model_type": "qwen3", **sizes, "rope_scaling": scaling})
+    assert isinstance(ours, str)
+    assert ours.endswith(f"rope type must be one of default, linear, llama3, got {kind!r}")

@@ -258,7 +258,7 @@ def test_a_server_sees_its_gpus_alone(monkeypatch, tmp_path: Path, gpus, sees: s
 def test_a_server_that_dies_shows_its_last_words(monkeypatch, tmp_path: Path):
     script = "print('one\\n' * 50 + 'no such model: m', flush=True); raise SystemExit(3)"
     process = start_script(monkeypatch, tmp_path / "logs" / "s.log", script)
-    with pytest.raises(ServerDied, match="status 3 during start-up") as caught:
+    with pytest.raises(ServerDied, match="exit code 3 during start-up") as caught:
         process.wait_ready(30)
     assert str(caught.value).endswith("no such model: m")
     assert not process.is_running()
