@@ -21,7 +21,6 @@ from megatron_opd.cli.preflight import (
     check_context,
     check_models,
     check_support,
-    check_vocabulary_size,
     longest_sample,
     read_models,
 )
@@ -143,8 +142,6 @@ def task_of(config: Config, gpus: int, gpu: Gpu, staleness: int | None, pins: Pi
     if limit < 0:
         raise UserError(f"--staleness must be >= 0, got {limit}")
     models = read_models(config)
-    for role, facts in models.items():
-        check_vocabulary_size(f"{role}.model", facts.vocab_size, models[STUDENT].vocab_size)
     check_support(config, models[STUDENT])
     check_context(config, models)
     teacher = next(((name, models[role].spec) for name, role in roles.items()), None)

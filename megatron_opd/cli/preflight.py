@@ -6,7 +6,7 @@ A run that passes them fails later only for causes outside its input.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,7 @@ from megatron_opd.data.end_tokens import EndTokens, read_end_tokens
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.models.families import FAMILIES, MIXTRAL
 from megatron_opd.models.file_kinds import ADAPTER, adapter_line, pointer_in, pointer_line
+from megatron_opd.models.shared_ids import num_shared_ids
 from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
 from megatron_opd.planning import learner as planning_learner
 from megatron_opd.planning import servers as planning_servers
@@ -118,19 +119,20 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
     """
     models = read_models(config, teachers=teachers)
     student = models[STUDENT]
+    notes = cut_notes(student)
     absent = {
         role: "weights" if has_tokenizer(facts.path) else "weights and tokenizer"
         for role, facts in models.items()
         if plan and not has_weights(facts.path)
     }
     for role, facts in models.items():
-        check_vocabulary_size(f"{role}.model", facts.vocab_size, student.vocab_size)
         if role not in absent:
             check_weights(facts.path, f"{role}.model", facts.spec, trained=role == STUDENT)
-    tokenizer, notes = None, list[str]()
+    tokenizer = None
     ends: dict[Role, EndTokens] = {}
     if STUDENT not in absent or has_tokenizer(student.path):
         tokenizer = load_tokenizer(student.path, "student.model")
+        check_cut(student, tokenizer)
         ends[STUDENT] = ends_of(config, "student.model", student, tokenizer)
         for role, facts in models.items():
             if role != STUDENT and (role not in absent or has_tokenizer(facts.path)):
@@ -228,7 +230,7 @@ def check_servable(key: str, spec: ModelSpec) -> None:
 
 def read_models(config: Config, *, teachers: bool = True) -> dict[Role, ModelFacts]:
     """Read every role's config.json, the student's first. Raises UserError."""
-    models = {STUDENT: read_model(config.student.model, "student.model")}
+    models = {STUDENT: cut_vocabulary(config, read_model(config.student.model, "student.model"))}
     for role in teacher_roles(config).values() if teachers else ():
         models[role] = read_model(section_of(config, role).model, f"{role}.model")
     return models
@@ -251,18 +253,37 @@ def longest_sample(config: Config, student: ModelFacts) -> int:
     return prompt_limit(config, student) + config.rollout.max_new_tokens
 
 
-def check_vocabulary_size(key: str, teachers: int, students: int) -> None:
-    """Check that a teacher scores every id that the student may sample. key: what named its model.
+def cut_vocabulary(config: Config, student: ModelFacts) -> ModelFacts:
+    """Return the student with the ids that every teacher can score.
 
-    It may have more ids. log q of the student's ids is then still that of the whole teacher, and
-    KL(p || q) is exact, since p is 0 on the others. What the teacher selects itself is another
+    A teacher may have more ids. log q of the student's ids is then still that of the whole teacher,
+    and KL(p || q) is exact, since p is 0 on the others. What the teacher selects itself is another
     matter: see FleetScorer.
     """
-    if teachers < students:
+    return replace(student, vocab_size=num_shared_ids(config) or student.vocab_size)
+
+
+def cut_notes(student: ModelFacts) -> list[str]:
+    """Return a line on the student's ids that a run leaves out, if there are any."""
+    rows, used = student.spec.vocab_size, student.vocab_size
+    if used == rows:
+        return []
+    return [
+        f"student.model has {rows} rows in its vocabulary, a teacher only {used}: ids from {used} "
+        "on, which no text uses, have probability 0 for servers and learner; exports keep their "
+        "rows"
+    ]
+
+
+def check_cut(student: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the ids which a teacher lacks are padding, never used by text."""
+    rows, used = student.spec.vocab_size, student.vocab_size
+    largest = max(tokenizer.get_vocab().values())
+    if used <= largest < rows:
         raise UserError(
-            f"{key} must have a vocab_size of at least student.model's {students}, as it scores "
-            f"all that the student samples, got {teachers}; pad its embedding and head to "
-            f"{students} rows"
+            f"student.model may have more ids than a teacher's vocab_size {used} only as padding, "
+            f"but the tokenizer uses id {largest}; pad the teacher's embedding and head to "
+            f"{rows} rows"
         )
 
 
@@ -408,8 +429,8 @@ def check_served(
     """
     if info.vocab_size != model.vocab_size:
         raise UserError(
-            f"{key}: {info.url} must serve a vocabulary of {model.vocab_size} ids, "
-            f"got {info.vocab_size}"
+            f"{key}: {info.url} must serve a vocabulary of {model.vocab_size} ids, got "
+            f"{info.vocab_size}; start it with `opd serve` on a machine with every role's model"
         )
     if info.dtype != section.dtype:
         raise UserError(f"{key}: {info.url} must serve {section.dtype}, got {info.dtype}")

@@ -13,6 +13,7 @@ from megatron_opd.cli.weights import check_weights
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.launch.placement import UNPLACED, Placement
+from megatron_opd.models.shared_ids import num_shared_ids
 from sglang_bridge.listening import require_interface
 from sglang_bridge.server.__main__ import arguments_for_device
 from sglang_bridge.server.launch import ServerProcess
@@ -56,6 +57,7 @@ def make_spec(
         shares_memory=role == STUDENT and config.schedule.time_shared,
         gpus=gpus,
         interface=config.cluster.interface,
+        num_ids=num_shared_ids(config) if role == STUDENT else None,
         model_key=f"{role}.model",
         extra_args=section.extra_args,
     )

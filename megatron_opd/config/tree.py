@@ -68,8 +68,8 @@ class ConfigTree(Section):
     teacher: ServerConfig | None = None
     """The default teacher's servers; null for objectives that only read rewards. It must have the
     student's tokenizer, but may have more tokens behind the student's unless it selects ids itself
-    (support.type teacher_topk, teacher_mc); its vocabulary may have padding rows that the student's
-    lacks, but not the other way round."""
+    (support.type teacher_topk, teacher_mc); either may have more padding rows in its vocabulary:
+    ids that only the student has then get probability 0."""
     teachers: dict[str, ServerConfig] = Field(default_factory=dict[str, ServerConfig])
     """More teachers by name, each with the keys of `teacher`; data.teacher_key says which of them
     scores a prompt. Each one adds its servers' memory."""

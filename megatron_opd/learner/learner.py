@@ -11,7 +11,7 @@ import resource
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,8 @@ class MegatronLearner:
     """Loads `model` into this rank of the torchrun world and trains it.
 
     updates: length of the run, for the learning-rate schedule. fresh_seed: initialise from this
-    seed when `model` has no weights; None makes that a ValueError.
+    seed when `model` has no weights; None makes that a ValueError. num_ids: see ModelSpec; None:
+    every row of the vocabulary.
     """
 
     def __init__(
@@ -91,9 +92,10 @@ class MegatronLearner:
         updates: int,
         seed: int,
         fresh_seed: int | None = None,
+        num_ids: int | None = None,
     ) -> None:
         self.config, self.updates, self.source = config, updates, model
-        self.spec = read_model_spec(model)
+        self.spec = replace(read_model_spec(model), cut_to=num_ids)
         self.spec.check_parallel(config.parallel, uneven=config.uneven_stages)
         self._device_mode: AbstractContextManager[Any] = cpu.install()
         with self._device_mode:
@@ -121,7 +123,7 @@ class MegatronLearner:
             world_size=self.world.size,
             data_parallel_size=self.world.parallel.dp,
             parameters=sum(math.prod(shape) for _, shape in self.full.manifest()),
-            vocab_size=self.spec.vocab_size,
+            vocab_size=self.spec.num_ids,
             dtype=self.config.dtype,
             backend=dist.get_backend(),
             device=str(self.world.device),

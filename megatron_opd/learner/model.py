@@ -222,5 +222,5 @@ def _chunk(
             use_cpu_initialization=config.use_cpu_initialization,
         )
     model.rotary_pos_emb.inv_freq = rotary_frequencies(spec.rope, spec.head_dim, world.device)
-    hide_padded_ids(model, spec.vocab_size)
+    hide_padded_ids(model, spec.num_ids)
     return model.to(world.device, config.params_dtype)

@@ -65,13 +65,13 @@ class ShareReader:
         share = (update, request.version, request.plan, frames)
         if learner.world.last_stage:
             batch = from_frames(*share)
-            vocab_size, experts = spec.vocab_size, spec.num_experts
+            vocab_size, experts = spec.num_ids, spec.num_experts
             check_batch(batch, vocab_size=vocab_size, num_experts=experts, sampled=self._sampled)
             if isinstance(request, Train) and request.parts:
                 check_sizes(batch, request.sizes)
         else:
             batch = inputs_from_frames(*share)
-            check_inputs(batch, vocab_size=spec.vocab_size, num_experts=spec.num_experts)
+            check_inputs(batch, vocab_size=spec.num_ids, num_experts=spec.num_experts)
         if learner.routing is not None:
             learner.routing.check(batch)
         return batch

@@ -22,6 +22,7 @@ from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.reading import Collect, ShareReader
 from megatron_opd.learner.state.state import LearnerState
 from megatron_opd.metrics.mismatch_limits import ModelsDiffer
+from megatron_opd.models.shared_ids import num_shared_ids
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.frames import MIN_FRAME_BYTES, largest_frame_bytes
 from megatron_opd.transport.keys import RankKeys, rank_keys
@@ -110,6 +111,7 @@ class RankServer:
             settings,
             updates=config.run.max_steps,
             seed=config.run.seed,
+            num_ids=num_shared_ids(config),
         )
         self.state = LearnerState(
             self.learner.model,

@@ -42,7 +42,8 @@ class ModelSpec:
     """Describes the architecture. moe_layers: layers with experts; hidden sizes in features.
 
     norm_topk_prob: the chosen experts' probabilities are renormalised to sum 1. tied: the output
-    layer shares the embedding. initializer_range: standard deviation of a fresh weight.
+    layer shares the embedding. initializer_range: standard deviation of a fresh weight. cut_to: see
+    num_ids; None: of every row.
     """
 
     family: Family
@@ -63,6 +64,12 @@ class ModelSpec:
     expert_ffn_size: int = 0
     norm_topk_prob: bool = True
     moe_layers: tuple[bool, ...] = ()
+    cut_to: int | None = None
+
+    @property
+    def num_ids(self) -> int:
+        """Returns the ids that have a probability; further rows of the embedding are padding."""
+        return self.vocab_size if self.cut_to is None else self.cut_to
 
     @property
     def is_moe(self) -> bool:

@@ -41,6 +41,7 @@ BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
 LOAD_MODEL = "sglang.srt.model_loader.loader.DefaultModelLoader.load_model"
 LOAD_WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only"
 QUANT_CONFIG = "sglang.srt.model_loader.loader._get_quantization_config"
+LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 SAMPLE = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
 # of servers that keep gates, alone
 EXPERT_RECORD = "sglang.srt.state_capturer.base.BaseTopkCapturer.__init__"
@@ -63,6 +64,7 @@ TARGETS = (
     VALIDATE,
     NATIVE_EXPERTS,
     BATCH_INVARIANT,
+    LOGITS,
     SAMPLE,
     QUANT_CONFIG,
     LOAD_MODEL,

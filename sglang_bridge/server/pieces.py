@@ -59,10 +59,10 @@ def piece_digests(model: torch.nn.Module) -> dict[str, str]:
     return {piece.key: piece.digest for piece in pieces(model)}
 
 
-def model_facts(model: Any) -> dict[str, str]:
+def model_facts(model: Any, num_ids: int) -> dict[str, str]:
     """Returns what the client asks of a model; text, as the reply carries only text."""
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
-    return {"vocab_size": str(model.config.vocab_size), "dtype": dtype}
+    return {"vocab_size": str(num_ids), "dtype": dtype}
 
 
 def pieces(model: torch.nn.Module) -> list[Piece]:

@@ -34,6 +34,7 @@ from sglang_bridge.server.sampling import dropped
 from sglang_bridge.server.spec import (
     GATES_VARIABLE,
     GROUP_TIMEOUT_VARIABLE,
+    NUM_IDS_VARIABLE,
     QUANTIZATION_VARIABLE,
     SEED_VARIABLE,
     WEIGHTS_DIR_VARIABLE,
@@ -69,6 +70,7 @@ def register() -> None:
     compat.hook(compat.NATIVE_EXPERTS, local_experts_only, "around")
     compat.hook(compat.INIT_GROUP, around_init_group, "around")
     compat.hook(compat.BATCH_INVARIANT, around_batch_invariant, "around")
+    compat.hook(compat.LOGITS, around_logits, "around")
     compat.hook(compat.SAMPLE, around_sample, "around")
     compat.hook(compat.LOAD_MODEL, loaded.around_load_model, "around")
     compat.hook(compat.LOAD_WEIGHTS, loaded.around_load_weights, "around")
@@ -221,11 +223,12 @@ def around_check_weights(
     )
 
 
-def model_facts(model: torch.nn.Module) -> dict[str, str]:
+def model_facts(model: Any) -> dict[str, str]:
     """Returns what the client asks of a model; text, as the reply carries only text."""
     format = os.environ.get(QUANTIZATION_VARIABLE, wire.NOT_QUANTISED)
     ends = json.dumps(compat.ends_of(_scheduler))
-    return pieces.model_facts(model) | {wire.QUANTIZATION: format, wire.ENDS: ends}
+    ids = num_ids(model.config.vocab_size)
+    return pieces.model_facts(model, ids) | {wire.QUANTIZATION: format, wire.ENDS: ends}
 
 
 def progress() -> dict[str, str]:
@@ -310,7 +313,7 @@ def around_validate(
     """Rejects, with HTTP 400, what would crash a scheduler or make its draws wrong."""
     original(manager, obj, input_ids)
     params = (obj.sampling_params or {}).get("custom_params") or {}
-    vocab_size = manager.model_config.vocab_size
+    vocab_size = num_ids(manager.model_config.vocab_size)
     if (wire.NUM_DRAWS in params or wire.SCORE_IDS in params) and not params.get(wire.PACKED):
         raise ValueError(f"draws and scores are answered by {wire.WORK_ROUTE} alone, not as JSON")
     if wire.NUM_DRAWS in params:
@@ -335,6 +338,19 @@ def around_validate(
         start = params[wire.SCORE_START]
         if not obj.return_logprob or obj.logprob_start_len != start:
             raise ValueError(f"scoring needs return_logprob and logprob_start_len={start}")
+
+
+def num_ids(rows: int) -> int:
+    """Returns the ids of the model that have a probability, of the rows of its vocabulary."""
+    return int(os.environ.get(NUM_IDS_VARIABLE, rows))
+
+
+def around_logits(original: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Takes the ids that are only padding out of what is sampled from, drawn and scored."""
+    logits_BV = original(*args, **kwargs)
+    if NUM_IDS_VARIABLE in os.environ:
+        logits_BV[:, num_ids(logits_BV.shape[-1]) :] = -torch.inf
+    return logits_BV
 
 
 def around_batch_invariant(original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

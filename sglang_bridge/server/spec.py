@@ -22,6 +22,7 @@ QUANTIZATION_VARIABLE = "SGLANG_BRIDGE_QUANTIZATION"
 GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
 WEIGHTS_DIR_VARIABLE = "SGLANG_BRIDGE_WEIGHTS_DIR"
 GATES_VARIABLE = "SGLANG_BRIDGE_ROUTING_WEIGHTS"  # 1: keep them
+NUM_IDS_VARIABLE = "SGLANG_BRIDGE_NUM_IDS"
 MODEL_KEY_VARIABLE = "SGLANG_BRIDGE_MODEL_KEY"
 REFUSED = "sglang_bridge: refused: "
 """Start of the line of a server's log that says why it cannot serve its model."""
@@ -54,8 +55,9 @@ class ServerSpec:
     weights; None: it reads none from disk. shares_memory: it can give up GPU memory while it is
     idle, and keeps its weights in host memory then (server/memory.py). gpus: what CUDA calls the
     GPUs that it sees, one for each of its tp ranks (gpus.py); None: those that its parent sees.
-    interface: on which its groups listen; None: that of host. model_key: what messages call the
-    setting that names the model. extra_args: appended to the command line.
+    interface: on which its groups listen; None: that of host. num_ids: ids that have a probability,
+    where further rows of the vocabulary are padding; None: every row. model_key: what messages call
+    the setting that names the model. extra_args: appended to the command line.
     """
 
     model_path: str
@@ -80,6 +82,7 @@ class ServerSpec:
     shares_memory: bool = False
     gpus: tuple[str, ...] | None = None
     interface: str | None = None
+    num_ids: int | None = None
     model_key: str = "--model-path"
     extra_args: tuple[str, ...] = ()
 
@@ -157,6 +160,7 @@ def server_env(
         WEIGHTS_DIR_VARIABLE: spec.weights_dir,
         GATES_VARIABLE: "1" if spec.routed_gates else None,
         MODEL_KEY_VARIABLE: spec.model_key,
+        NUM_IDS_VARIABLE: None if spec.num_ids is None else str(spec.num_ids),
     }
     for name, value in given.items():
         env.pop(name, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,8 +27,10 @@ from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.config.learner import LearnerConfig, ParallelConfig
 from megatron_opd.learner.attention import Packing
 from megatron_opd.learner.devices import cpu
+from megatron_opd.learner.lm_head import head_weight, install_lean_head, real_vocab_size
 from megatron_opd.learner.model import build_model
 from megatron_opd.learner.world import World, init_world
+from megatron_opd.losses.lean import lean_logp
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.ranks import all_gather_json
 from megatron_opd.models.spec import ModelSpec, read_model_spec
@@ -76,7 +79,7 @@ def full_logits(chunks: list[Any], spec: ModelSpec, world: World) -> torch.Tenso
 
 
 def check_families(out: Path, *, models: dict[str, Path], parallel: dict[str, int]) -> None:
-    """Logits of every model against transformers' (in `logits.safetensors`), bitwise export."""
+    """Logits of every model against transformers' (in `logits.expected`), bitwise export."""
     config = LearnerConfig.model_validate({"dtype": "float32", "parallel": parallel})
     layout = config.parallel
     gaps: dict[str, float] = {}
@@ -89,7 +92,7 @@ def check_families(out: Path, *, models: dict[str, Path], parallel: dict[str, in
             load_weights(chunks, spec, world, source_of(path, spec, None))
             logits = full_logits(chunks, spec, world)
             if logits is not None:
-                expected = load_file(path / "logits.safetensors")["logits"]
+                expected = load_file(path / "logits.expected")["logits"]
                 real = logits[:, : spec.vocab_size]
                 gaps[name] = float((real - expected).abs().max())
                 assert gaps[name] <= 2e-5, (name, gaps[name])
@@ -99,6 +102,42 @@ def check_families(out: Path, *, models: dict[str, Path], parallel: dict[str, in
             _equal_to_source(FullTensors(chunks, spec, world), path)
             _loads_converted(chunks, spec, world, path)
     if world.last_stage and world.tp_rank == 0 and world.data_rank == 0:
+        (out / "result.json").write_text(json.dumps(gaps))
+    dist.destroy_process_group()
+
+
+def check_cut(out: Path, *, model: Path, parallel: dict[str, int], num_ids: int) -> None:
+    """Log-probs of a cut vocabulary, by logits and by the head's input, against transformers'."""
+    config = LearnerConfig.model_validate({"dtype": "float32", "parallel": parallel})
+    with cpu.install():
+        world = init_world(config.parallel, 1, 1, 60.0)
+        spec = replace(read_model_spec(model), cut_to=num_ids)
+        chunks = [wrapped.module for wrapped in build_model(spec, world, config)]
+        load_weights(chunks, spec, world, source_of(model, spec, None))
+        expected = load_file(model / "logits.expected")["logits"][:, :num_ids]
+        expected = expected.double().log_softmax(-1)
+        logits = full_logits(chunks, spec, world)
+        assert logits is not None
+        assert bool((logits[:, num_ids:] == -torch.inf).all())
+        dense = logits.double().log_softmax(-1)[:, :num_ids]
+        install_lean_head(chunks[-1])
+        hidden = full_logits(chunks, spec, world)
+        assert hidden is not None
+        ids_S = torch.arange(len(hidden)) % num_ids
+        rows_S = torch.arange(len(hidden))
+        lean = lean_logp(
+            hidden[:, : spec.hidden_size],
+            head_weight(chunks[-1]),
+            rows_S,
+            ids_S,
+            group=ps.get_tensor_model_parallel_group(),
+            vocab_size=real_vocab_size(chunks[-1]),
+        )
+        gaps = [
+            float((dense - expected).abs().max()),
+            float((lean.logp_N - expected[rows_S, ids_S]).abs().max()),
+        ]
+    if world.rank == 0:
         (out / "result.json").write_text(json.dumps(gaps))
     dist.destroy_process_group()
 
@@ -205,4 +244,4 @@ def convert(out: Path, *, source: Path, unit_bytes: int, damaged: bool) -> None:
 
 def write_expected(path: Path, logits_SV: torch.Tensor) -> None:
     """What transformers computes, for the ranks to read."""
-    save_file({"logits": logits_SV.contiguous()}, path / "logits.safetensors")
+    save_file({"logits": logits_SV.contiguous()}, path / "logits.expected")

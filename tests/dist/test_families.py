@@ -100,6 +100,17 @@ def test_the_bound_sees_rotary_scaling(models: dict[str, Path]):
     assert (plain - reference_logits(models["llama 3"])).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("parallel", [{}, {"tp": 2}])
+def test_a_cut_vocabulary_has_the_softmax_of_its_ids(
+    parallel: dict[str, int], models: dict[str, Path], tmp_path: Path
+):
+    """As the sampler has it: ids beyond those of a teacher with fewer rows are none."""
+    model, size = models["qwen2 tied, padded"], parallel.get("tp", 1)
+    arguments = {"model": model, "parallel": parallel, "num_ids": 290}
+    gaps = run_world(family_jobs.check_cut, size, tmp_path, **arguments)
+    assert max(gaps) < 2e-5
+
+
 @pytest.mark.parametrize("logp", ["lean", "dense"])
 def test_a_padded_vocabulary_trains_as_one_without(
     logp: str, models: dict[str, Path], tmp_path: Path

@@ -1,4 +1,4 @@
-"""A teacher may have padding rows that the student lacks, as Qwen2.5-7B has beside 0.5B."""
+"""Student or teacher may have more padding rows, as Qwen2.5-7B has beside 0.5B."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,9 @@ import pytest
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.preflight import check_models, read_model
+from megatron_opd.cli.servers import make_spec
 from megatron_opd.config.schema import Config
+from sglang_bridge.server.spec import NUM_IDS_VARIABLE, server_env
 from tests.support.cli_cases import call, refused
 from tests.support.models import tiny_mixtral, tiny_qwen3, tiny_qwen3_moe, write_tokenizer
 
@@ -31,12 +33,44 @@ def test_padding_rows_of_a_teacher_are_allowed(tmp_path: Path, config: dict[str,
     }
 
 
-def test_a_teacher_that_cannot_score_every_id_is_refused(
+def with_student(tmp_path: Path, config: dict[str, Any], rows: int, tokens: int) -> dict[str, Any]:
+    """The configuration with a student of so many ids, of which text uses the first `tokens`."""
+    student = tiny_qwen3(tmp_path / "student", vocab_size=rows)
+    write_tokenizer(student, tokens)
+    return config | {"student": {"model": str(student)}}
+
+
+def test_padding_rows_of_a_student_are_cut(
     tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ):
-    tree = with_teacher(tmp_path, config, 480)
+    """Before: refused, teacher.model must have a vocab_size of at least student.model's 576."""
+    tree = with_student(tmp_path, config, 576, 512)
     capsys.readouterr()  # of the library that wrote the models
-    words = ("teacher.model", "at least student.model's 512", "got 480", "pad its embedding")
+    assert call(tmp_path, tree, verb="check") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "student.model has 576 rows in its vocabulary, a teacher only 512: ids from 512" in said
+    parsed = Config.model_validate(tree)
+    student = check_models(parsed).student
+    assert (student.vocab_size, student.spec.vocab_size) == (512, 576)
+    server = make_spec(parsed, "student", 1, 0, student.path)
+    assert server_env(server, {})[NUM_IDS_VARIABLE] == "512"
+    assert NUM_IDS_VARIABLE not in server_env(make_spec(parsed, "teacher", 1, 0, student.path), {})
+
+
+def test_an_evaluation_without_teachers_samples_the_same_ids(
+    tmp_path: Path, config: dict[str, Any]
+):
+    parsed = Config.model_validate(with_student(tmp_path, config, 576, 512))
+    assert check_models(parsed, teachers=False).student.vocab_size == 512
+
+
+def test_a_teacher_that_cannot_score_every_token_is_refused(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    tree = with_student(tmp_path, with_teacher(tmp_path, config, 512), 576, 520)
+    write_tokenizer(tmp_path / "teacher", 520)
+    capsys.readouterr()  # of the library that wrote the models
+    words = ("a teacher's vocab_size 512", "uses id 519", "pad the teacher's embedding", "576")
     refused(capsys, call(tmp_path, tree, verb="check"), *words)
 
 
