@@ -23,6 +23,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+from megatron_opd.cli.tokenizer_files import has_tokenizer
+from megatron_opd.data.end_tokens import Ending, read_end_tokens
 from megatron_opd.data.faults import Unusable
 from megatron_opd.data.records import read_records
 from megatron_opd.data.render import Rendering, render_prompts
@@ -47,12 +49,24 @@ def rendered(prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list
     return found
 
 
+def ending_of(model: PreTrainedModel) -> Ending:
+    """Return what ends a response of a checkpoint where a run's servers hold it."""
+    path, size = Path(model.name_or_path), model.config.vocab_size
+    raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
+    if not has_tokenizer(path):
+        return Ending(read_end_tokens(path, raw, size, None, {}).ids)
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    added = tokenizer.get_added_vocab()
+    return Ending(read_end_tokens(path, raw, size, tokenizer.eos_token_id, added).ids)
+
+
 def complete(
     model: PreTrainedModel, prompts: Sequence[list[int]], tokens: int, *, greedy: bool
 ) -> list[list[int]]:
     """Return a response to every prompt, at most `tokens` long, its end token included."""
     torch.manual_seed(SEED)
-    end = model.config.eos_token_id
+    ending = ending_of(model)
+    end = ending.token_ids[0]
     longest = max(map(len, prompts))
     ids = torch.tensor([[end] * (longest - len(prompt)) + prompt for prompt in prompts])
     mask = torch.tensor([[0] * (longest - len(p)) + [1] * len(p) for p in prompts])
@@ -62,10 +76,16 @@ def complete(
         else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     )
     made = model.generate(
-        ids, attention_mask=mask, max_new_tokens=tokens, pad_token_id=end, **sampling
+        ids,
+        attention_mask=mask,
+        max_new_tokens=tokens,
+        pad_token_id=end,
+        eos_token_id=list(ending.token_ids),
+        **sampling,
     )
     rows = made[:, longest:].tolist()
-    return [row[: row.index(end) + 1] if end in row else row for row in rows]
+    lengths = [tokens if (index := ending.index(row)) is None else index + 1 for row in rows]
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def logp_TV(model: PreTrainedModel, prompt: list[int], response: list[int]) -> torch.Tensor:

@@ -30,6 +30,7 @@ from megatron_opd.checkpoint.hf_writer import write_safetensors
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.checkpoint.part_dir import PartDir
 from megatron_opd.config.wording import shown
+from megatron_opd.data.end_tokens import name_end_tokens
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.models.tensors import hf_shapes
 
@@ -47,11 +48,12 @@ def megatron_to_hf(
     model: Path | None = None,
     max_file_bytes: int = MAX_FILE_BYTES,
     chat_template: str | None = None,
+    end_ids: tuple[int, ...] = (),
 ) -> Report:
     """Write a Megatron distributed checkpoint as a Hugging Face checkpoint, with its tensor names.
 
     model: where config.json and the tokenizer are; None: in the source itself. chat_template: in
-    place of the tokenizer's. Where the source
+    place of the tokenizer's. end_ids: named in generation_config.json besides. Where the source
     holds checksums of the tensors that it was made of, they are compared. dtype: None keeps each
     tensor's. ValueError, one line: the source is damaged or of another model, or holds what the
     model has no place for, the target exists, the disk is full.
@@ -65,7 +67,7 @@ def megatron_to_hf(
     sizes = {key: bytes_of(spec, key, kind) for key, kind in kind_of.items()}
     units = list(grouped(keys, sizes.values(), [0] * len(keys), max_file_bytes))
     options = {"model": str(model.resolve()), "max_file_bytes": max_file_bytes}
-    plan = plan_of(source, dtype, chat_template=chat_template, **options)
+    plan = plan_of(source, dtype, chat_template=chat_template, end_ids=list(end_ids), **options)
     part = PartDir(target, plan)
     checksums = _read_checksums(source)
 
@@ -102,6 +104,7 @@ def megatron_to_hf(
         copy_description(model, part.path, kinds.pop() if len(kinds) == 1 else dtype)
         if chat_template is not None:
             put_template(part.path, chat_template)
+        name_end_tokens(part.path, end_ids)
 
     def read_back(_: int, record: Record) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in file_tensors(part.path / record["file"]).items():

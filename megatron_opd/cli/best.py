@@ -10,7 +10,6 @@ from pathlib import Path
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs
 from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.config.schema import Config
-from megatron_opd.data.end_tokens import name_end_tokens
 from megatron_opd.evaluation.evaluations import Evaluations
 from sglang_bridge.errors import one_line
 
@@ -62,7 +61,6 @@ async def export_best(config: Config, run_dir: RunDir, evaluations: Evaluations)
     shutil.rmtree(target, ignore_errors=True)
     try:
         await convert_step(step, target, config.student.model, config.learner.dtype)
-        name_end_tokens(target, config.rollout.stop_token_ids)
     except NotConverted as error:
         return f"no best checkpoint: {step} cannot be converted: {error}"
     return f"checkpoint of {of}, {best.update} updates: {target}"

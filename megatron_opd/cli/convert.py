@@ -16,7 +16,11 @@ from megatron_opd.checkpoint.state_dirs import MANIFEST
 from megatron_opd.checkpoint.state_files import read_json
 from megatron_opd.cli.checkpoints import RUN
 from megatron_opd.cli.errors import RunFailed, UserError
+from megatron_opd.cli.run_dir import RESOLVED
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config
 from megatron_opd.data.template import RunTemplate
+from megatron_opd.models.file_kinds import around_megatron
 
 if TYPE_CHECKING:
     from megatron_opd.checkpoint.conversion import Report
@@ -116,6 +120,8 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
             f"--max-shard-gib must be > 0 and <= {MAX_SHARD_GIB}, got {arguments.max_shard_gib}"
         )
     source, target = arguments.source, arguments.target
+    if around := around_megatron(source):
+        raise UserError(f"SRC: {around}")
     described = source if arguments.model is None else arguments.model
     if source.is_dir() and not (described / "config.json").is_file():
         option = f"--model {described}" if arguments.model else f"SRC {source} without --model"
@@ -134,6 +140,7 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
             model=arguments.model,
             max_file_bytes=limit,
             chat_template=template_beside(source),
+            end_ids=end_ids_beside(source),
         )
 
     return _convert(arguments, work, megatron=source, hf=target)
@@ -144,10 +151,28 @@ def template_beside(source: Path) -> str | None:
 
     None: it has none, or `source` is no run's. ValueError: what the run has kept is damaged.
     """
-    step = source.resolve().parent
-    if not ((step / MANIFEST).is_file() and (step / RUN).is_file()):
+    step = _step_of(source)
+    if step is None:
         return None
     return RunTemplate.from_json(read_json(step / RUN).get("template")).exported
+
+
+def end_ids_beside(source: Path) -> tuple[int, ...]:
+    """Return rollout.stop_token_ids of the run whose checkpoint `source` is part of; none without.
+
+    ValueError: the configuration that the run has kept is damaged.
+    """
+    step = _step_of(source)
+    resolved = None if step is None else step.parent.parent / RESOLVED
+    if resolved is None or not resolved.is_file():
+        return ()
+    return load_config(Config, resolved).rollout.stop_token_ids
+
+
+def _step_of(source: Path) -> Path | None:
+    """Return the run's checkpoint that the learner's weights in `source` are part of."""
+    step = source.resolve().parent
+    return step if (step / MANIFEST).is_file() and (step / RUN).is_file() else None
 
 
 def _dtype(arguments: argparse.Namespace) -> Any:

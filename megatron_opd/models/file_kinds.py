@@ -56,7 +56,7 @@ def adapter_line(path: Path) -> str:
 def around_megatron(path: Path) -> str | None:
     """Say what Megatron keeps here that is no distributed checkpoint itself, and the remedy."""
     pickles = path.name.startswith("mp_rank_") and any(path.glob("*.pt"))
-    if pickles or any(path.glob("mp_rank_*")) or any(path.glob("iter_*/mp_rank_*")):
+    if pickles or any(path.glob("mp_rank_*")) or any(path.glob("*/mp_rank_*")):
         return (
             f"{path} is a legacy Megatron checkpoint (mp_rank_00 with pickles): save it anew with "
             "Megatron's --ckpt-format torch_dist, then use `opd convert megatron-to-hf`"

@@ -125,6 +125,7 @@ class RemoteLearner:
             digests=admission.digests,
         )
         self._roster = Roster(self._expected)
+        self._keys_refused = 0
         self._refusals = Refusals(logger, "on the learner's socket")
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.ROUTER)
@@ -389,16 +390,26 @@ class RemoteLearner:
             # only now: a rank that reported its failure has said more than that it is gone
             for peer in self._gate.ended():
                 if peer is None:
-                    self._refusals.add("a connection without the run's keys")
+                    self._refusals.add(self._why_unnamed())
                     continue
                 rank = self._roster.rank_of(peer)
                 if rank is not None and not self._leaving:
                     self._fail(f"learner rank {rank} is gone: its connection ended", final=False)
             self._changed.set()
 
+    def _why_unnamed(self) -> str:
+        """Return why a connection that ended without a message counts as refused."""
+        shown = self._gate.refused.total()
+        if shown > self._keys_refused:
+            self._keys_refused += 1
+            return "a connection without the run's keys"
+        return "a connection that ended before it said a word, as a rank's does that cannot start"
+
     async def _take(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
         """Process one message of a peer that has the learner's key."""
         rank = self._roster.rank_of(identity)
+        if rank is None:  # one that reports why it cannot start is no stranger when it ends
+            self._gate.name(frames[0], identity)
         try:
             reply = decode_reply([frame.buffer for frame in frames])
             ignored = self._roster.accept(identity, reply)
@@ -419,7 +430,6 @@ class RemoteLearner:
             if ignored is not None:
                 await self._answer(identity, Refused(ignored))
                 return
-            self._gate.name(frames[0], identity)
             if not await self._answer(identity, self._welcome):
                 # its connection may have ended before we knew whose it was
                 gone = f"learner rank {reply.rank} is gone: it left before its welcome"

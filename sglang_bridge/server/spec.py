@@ -28,8 +28,8 @@ REFUSED = "sglang_bridge: refused: "
 """Start of the line of a server's log that says why it cannot serve its model."""
 MOE_FLAGS = ("--moe-runner-backend", "--moe-a2a-backend")
 MEMORY_FLAGS = ("--enable-memory-saver", "--enable-weights-cpu-backup")
-# No process of a server loads a tokenizer then: 0.24 GB less for three processes and 49k tokens. A
-# response ends at the ids of the model's configuration, no longer at the tokenizer's too.
+# No process of a server loads a tokenizer then: 0.24 GB less for three processes and 49k tokens. It
+# knows the end tokens of the model's configuration alone; requests name the tokenizer's.
 TOKENLESS_FLAG = "--skip-tokenizer-init"
 # An idle connection is the client's to close (http.KEEPALIVE_S): a server that closes one just as a
 # request enters it fails that request. Its own default of 5 s does so on a machine that stalls.

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from megatron_opd.cli import convert
 from megatron_opd.cli.main import main
+from megatron_opd.models.file_kinds import other_kind
 from tests.support.models import tiny_llama
 
 
@@ -91,6 +92,25 @@ def test_degrees_that_do_not_fit(
     assert code == 2
     assert message in err
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("inside", ["iter_0000010/mp_rank_00", "release/mp_rank_00_000", ""])
+def test_a_legacy_checkpoint_is_named(
+    inside: str, llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Before: it must hold config.json, or is not a Megatron distributed checkpoint."""
+    root = tmp_path / "mp_rank_00"
+    file = root / inside / "model_optim_rng.pt"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(b"")
+    (root / "latest_checkpointed_iteration.txt").write_text("10")
+    for source in {root, file.parent}:
+        for options in ((), ("--model", llama)):
+            code, _, err = called(capsys, "megatron-to-hf", source, tmp_path / "hf", *options)
+            assert code == 2
+            assert f"{source} is a legacy Megatron checkpoint" in err
+            assert "--ckpt-format torch_dist" in err
+        assert "is a legacy Megatron checkpoint" in str(other_kind(source))
 
 
 def test_refusals_are_one_line(llama: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):

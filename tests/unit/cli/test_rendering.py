@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from megatron_opd.cli.convert import template_beside
+from megatron_opd.cli.convert import end_ids_beside, template_beside
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.evaluate import questions_of
 from megatron_opd.cli.mismatch_run import prepare as prepare_mismatch
@@ -138,13 +138,15 @@ def test_a_long_prompt_is_shown_by_its_ends() -> None:
 
 
 def test_a_converted_checkpoint_has_the_runs_template(tmp_path: Path) -> None:
-    config = make_config(tmp_path)
+    config = make_config(tmp_path, rollout={"stop_token_ids": [7, 9], "max_new_tokens": 8})
     own = RunTemplate(THEN, "/gone/own.jinja", PLAIN, own=True)
     for template, found in ((own, PLAIN), (replace(own, own=False), None)):
         save_some(config, FakeLearner(), [2], template=template)
         step = config.run.dir / "checkpoints" / "step-000002"
         assert template_beside(step / "learner") == found
     assert template_beside(tmp_path) is None
+    assert end_ids_beside(tmp_path) == ()
+    assert end_ids_beside(step / "learner") == (7, 9)
     (step / "run.json").write_text("{}")
     with pytest.raises(ValueError, match="not a template and its clock"):
         template_beside(step / "learner")

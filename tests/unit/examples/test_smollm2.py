@@ -144,6 +144,17 @@ def test_held_out_prompts_go_through_the_chat_template():
         rendered(["1"], tokenizer)
 
 
+def test_a_response_ends_where_a_server_of_the_model_ends_it(teacher, tmp_path):
+    """Before: at config.json's token alone."""
+    own = shutil.copytree(teacher, tmp_path / "own")
+    free = complete(read(own), PROMPTS, 6, greedy=True)
+    end = next(token for token in free[0] if token not in free[1])
+    (own / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, end]}))
+    found = complete(read(own), PROMPTS, 6, greedy=True)
+    assert found == [free[0][: free[0].index(end) + 1], free[1]]
+    assert len(found[0]) < len(found[1]), "the first is padded, and the padding is cut"
+
+
 def test_figures_of_the_teacher_itself_and_of_a_pruned_student(teacher, tmp_path):
     prune(teacher, tmp_path / "student", [2])
     whole, pruned = read(teacher), read(tmp_path / "student")

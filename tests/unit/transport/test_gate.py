@@ -174,6 +174,31 @@ async def joined_through_a_wire(
             rank.close()
 
 
+def test_a_rank_whose_model_is_refused_is_no_stranger(caplog: pytest.LogCaptureFixture):
+    """Before: its failure, and then "refused ...: a connection without the run's keys"."""
+
+    async def main() -> None:
+        remote = RemoteLearner(config(), Admission(KEYS, {}, 512))
+        waiting = asyncio.create_task(remote.wait_ready(5))
+        with zmq.asyncio.Context() as context:
+            rank = connect(context, remote.address)
+            await rank.send(m.encode(m.Failed(0, "student.model holds NaN")))
+            with pytest.raises(LearnerError, match=r"rank 0: student\.model holds NaN"):
+                await waiting
+            rank.close(linger=0)
+            silent_one = connect(context, remote.address)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(silent_one.poll(300), 5)
+            silent_one.close(linger=0)
+            assert await refused(remote) == 1
+        remote.close()
+        said = [record.getMessage() for record in caplog.records]
+        assert len(said) == 1
+        assert "ended before it said a word, as a rank's does that cannot start" in said[0]
+
+    asyncio.run(main())
+
+
 def test_both_ends_notice_a_host_that_vanished(monkeypatch: pytest.MonkeyPatch):
     assert gate.HEARTBEAT_MS + gate.HEARTBEAT_TIMEOUT_MS <= 10_000
     monkeypatch.setattr(gate, "HEARTBEAT_MS", 100)
