@@ -196,11 +196,8 @@ class PairMaker:
         if isinstance(found, Unusable):
             raise found
         rendered, answer, behind = found
-        ids, marks = self._ids(answer + behind), rendered.marks
-        ends = [n for n, i in enumerate(ids) if i in self._rules.end_ids]
-        if ends:
-            response = ids[: ends[0] + 1]  # as a server ends it
-        else:
+        response, marks = self._ended(self._ids(answer + behind)), rendered.marks
+        if response is None:
             response = [*self._ids(answer + behind.rstrip()), self._rules.end_id]
             closed = shown(behind.rstrip(), 60) if behind.strip() else "nothing"
             end = self._tokenizer.decode([self._rules.end_id])
@@ -214,7 +211,12 @@ class PairMaker:
         # tokenizers that begin every text with a blank do not begin a response with it
         together = whole.ids[:start] == alone.ids and len(whole.ids) > start
         ids = whole.ids[start:] if together else self._ids(response)
-        return _pair(alone, [*ids, self._rules.end_id]), alone.marks
+        return _pair(alone, self._ended(ids) or [*ids, self._rules.end_id]), alone.marks
+
+    def _ended(self, ids: list[int]) -> list[int] | None:
+        """Return a response up to its first end token, as a server ends it; None without one."""
+        ends = (n for n, i in enumerate(ids, start=1) if i in self._rules.end_ids)
+        return next((ids[:n] for n in ends), None)
 
     def _ids(self, text: str) -> list[int]:
         return self._tokenizer(text, add_special_tokens=False)["input_ids"]

@@ -27,7 +27,7 @@ from megatron_opd.data.messages import (
     RowChat,
     chat_like,
 )
-from megatron_opd.data.spoken import apply_template, unread
+from megatron_opd.data.spoken import apply_template, unread, without
 from megatron_opd.data.template import chance_in, names_in, sources, this_moment
 
 if TYPE_CHECKING:
@@ -95,6 +95,7 @@ class Renderer:
         self._tokenizer, self._how = tokenizer, how
         self._systems = how.system_prompt is not None  # whether the template was shown to take them
         self._probed: dict[tuple[str, ...], str | None] = {}
+        self._drops: dict[tuple[object, ...], set[tuple[int, str]]] = {}
 
         def found_out() -> tuple[Marker, str]:
             marker = Marker(tokenizer)
@@ -128,9 +129,12 @@ class Renderer:
         asked = self._how.chat_of(prompt)
         chat = chat_like(asked, (*asked, answer))
         found = self._within(1, len(answer.content), lambda: self._turn_of(chat))
-        return found if isinstance(found, Unusable) else (rendered, *found)
+        if isinstance(found, Unusable):
+            return found
+        answer_text, behind, marks = found
+        return rendered._replace(marks=(*rendered.marks, *marks)), answer_text, behind
 
-    def _turn_of(self, chat: Chat) -> tuple[str, str] | Unusable:
+    def _turn_of(self, chat: Chat) -> tuple[str, str, list[Mark]] | Unusable:
         *before, answer = chat
         try:
             opened = _apply(self._tokenizer, chat_like(chat, before), self._how)
@@ -146,10 +150,20 @@ class Renderer:
                 "sampled; name a template file in which both are alike",
             )
         turn = closed.removeprefix(opened)
+        missed = unread(self._tokenizer, chat, self._dropped(chat, closed, answer=False))
+        if isinstance(missed, Unusable):
+            return missed
+        own = [mark for mark in missed if mark.what.startswith(f"message {len(chat)} ")]
+        if any(mark.what.endswith("tool_calls") for mark in own):
+            return Unusable(
+                "bad_chat",
+                "the chat template does not write the answer's tool_calls; leave the example out, "
+                "or name a template file that writes them",
+            )
         for content in (answer.content, answer.content.strip()):
             if content in turn:
-                end = turn.rindex(content) + len(content)
-                return turn[:end], turn[end:]
+                end = turn.rindex(content) + len(content) if content else 0
+                return turn[:end], turn[end:], own
         return Unusable(
             "bad_chat",
             f"the chat template does not write the answer {shown(answer.content, 60)} as it is",
@@ -202,7 +216,7 @@ class Renderer:
             text = _apply(self._tokenizer, chat, self._how)
         except Exception as error:  # noqa: BLE001  a template is a program: it raises what it likes
             return Unusable("bad_chat", f"the chat template does not take it: {said(error)}")
-        missed = unread(self._tokenizer, chat)
+        missed = unread(self._tokenizer, chat, self._dropped(chat, text))
         if isinstance(missed, Unusable):
             return missed
         if isinstance(prompt, RowChat) and prompt.written:
@@ -233,6 +247,17 @@ class Renderer:
         *before, last = chat
         opened = self._or_none(chat_like(chat, before)) if before else None
         return marks if opened is None else [*marks, *continued(opened, last.content, text)]
+
+    def _dropped(self, chat: Chat, text: str, *, answer: bool = True) -> set[tuple[int, str]]:
+        """Return the numbers and keys of messages without which the chat's text is the same."""
+        shape = (answer, *((m.role, *m.others, bool(m.content)) for m in chat))
+        if shape not in self._drops:
+            self._drops[shape] = {
+                (number, key)
+                for number, key, less in without(chat)
+                if self._or_none(less, answer=answer) == text
+            }
+        return self._drops[shape]
 
     def _or_none(self, chat: Chat, *, answer: bool = True) -> str | None:
         """Return the text of a chat, or None for one that the template does not take."""

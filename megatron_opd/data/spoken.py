@@ -6,7 +6,7 @@ it; what it does not read is told, or the row is a fault.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from datetime import datetime
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,14 @@ from megatron_opd.config.wording import shown
 from megatron_opd.data.calls import prints_mappings, with_arguments
 from megatron_opd.data.faults import Unusable
 from megatron_opd.data.marks import AS_SYSTEM, UNREAD, Mark
-from megatron_opd.data.messages import ASSISTANT, DEVELOPER, SYSTEM, Chat, tools_of
+from megatron_opd.data.messages import (
+    ASSISTANT,
+    DEVELOPER,
+    SYSTEM,
+    Chat,
+    chat_like,
+    tools_of,
+)
 from megatron_opd.data.template import CLOCK, names_in, sources
 
 if TYPE_CHECKING:
@@ -62,18 +69,47 @@ def apply_template(
         )
         return str(found)
 
+    def called() -> str:
+        try:
+            found = rendered(text=False)
+        except Exception:  # noqa: BLE001  a template is a program: it raises what it likes
+            return rendered(text=True)
+        mappings = [with_arguments(message, text=False) for message in given]
+        return rendered(text=True) if prints_mappings(found, mappings) else found
+
     if not any("tool_calls" in message for message in given):
         return rendered(text=False)
+    if not any(message["content"] is None for message in given):
+        return called()
     try:
-        found = rendered(text=False)
+        found = called()
     except Exception:  # noqa: BLE001  a template is a program: it raises what it likes
-        return rendered(text=True)
-    mappings = [with_arguments(message, text=False) for message in given]
-    return rendered(text=True) if prints_mappings(found, mappings) else found
+        found = None
+    for message in given:
+        message["content"] = message["content"] or ""  # as SGLang sends them to templates
+    blank = called() if found is None or "None" in found else found
+    printed = found is None or found.replace("None", "") == blank.replace("None", "")
+    return blank if found is None or printed else found
 
 
-def unread(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[Mark] | Unusable:
-    """Return marks for what the template does not read of a chat, or why the row is a fault."""
+def without(chat: Chat) -> Iterator[tuple[int, str, Chat]]:
+    """Yield the number of a message, one of its LOST keys, and the chat without that key."""
+    for number, message in enumerate(chat):
+        for key in LOST:
+            if key in message.others:
+                bare = {name: each for name, each in message.others.items() if name != key}
+                content = bare.pop("content", message.content)  # null only beside calls
+                less = message._replace(content=content or "", others=bare)
+                yield number, key, chat_like(chat, (*chat[:number], less, *chat[number + 1 :]))
+
+
+def unread(
+    tokenizer: PreTrainedTokenizerBase, chat: Chat, dropped: Collection[tuple[int, str]] = ()
+) -> list[Mark] | Unusable:
+    """Return marks for what the template does not read of a chat, or why the row is a fault.
+
+    dropped: numbers and keys of messages that it names, and of which it writes nothing here.
+    """
     names = _names(tokenizer)
     marks: list[Mark] = []
     if tools_of(chat) and "tools" not in names:
@@ -81,7 +117,7 @@ def unread(tokenizer: PreTrainedTokenizerBase, chat: Chat) -> list[Mark] | Unusa
     for number, message in enumerate(chat, start=1):
         where = f"message {number} ({message.role})"
         for key in message.others:
-            if key in names or key in LABELS:
+            if key in LABELS or (key in names and (number - 1, key) not in dropped):
                 continue
             if key not in LOST:
                 what = f"{where} has the key {shown(key)}, which the chat template does not read"

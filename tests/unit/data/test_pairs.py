@@ -171,3 +171,38 @@ def test_what_ends_a_response_is_what_the_servers_of_the_model_end_at(models: Pa
     found = pair_rules(config, tokenizer, read_model_spec(init), datetime(2024, 1, 1))
     assert found.end_ids >= {stop, 1}
     assert found.end_id == tokenizer.eos_token_id
+
+
+def test_an_answer_whose_calls_or_thoughts_are_not_written_is_told_or_refused(tmp_path):
+    tokenizer = tokenizer_with(TEMPLATE)
+    call = {"function": {"name": "f", "arguments": {}}}
+    asked = {"role": "user", "content": "a"}
+    file = tmp_path / "rows.jsonl"
+    for answer, message in (
+        ({"content": "b", "tool_calls": [call]}, "does not write the answer's tool_calls; leave"),
+        ({"content": None, "tool_calls": [call]}, "does not write the answer's tool_calls; leave"),
+        ({"content": "b", "reasoning_content": "hm"}, None),
+    ):
+        file.write_text(json.dumps({"messages": [asked, {"role": "assistant", **answer}]}))
+        if message is None:
+            (note,) = read_pairs(file, tokenizer, rules(tokenizer, chats=True)).notes
+            assert "thoughts of which the chat template writes nothing" in note
+            continue
+        with pytest.raises(ValueError, match=message):
+            read_pairs(file, tokenizer, rules(tokenizer, chats=True))
+
+
+def test_a_text_that_ends_with_an_end_token_gets_no_other(tmp_path):
+    tokenizer = tokenizer_with(None)
+    stop = tokenizer.convert_tokens_to_ids(STOP)
+    (pair,) = pairs_of(tmp_path, tokenizer, {"prompt": "a", "response": f"b{STOP}"})
+    assert pair.response_ids.tolist() == [*tokenizer("b", add_special_tokens=False).input_ids, stop]
+
+
+def test_nothing_but_the_turns_end_is_behind_an_empty_answer(tmp_path):
+    tokenizer = tokenizer_with(TEMPLATE)
+    row = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": ""}]}
+    own = {"end_ids": frozenset({tokenizer.eos_token_id})}
+    (pair,) = pairs_of(tmp_path, tokenizer, row, **own)
+    stop = tokenizer.convert_tokens_to_ids(STOP)
+    assert pair.response_ids.tolist() == [stop, tokenizer.eos_token_id]

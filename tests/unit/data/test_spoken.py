@@ -107,9 +107,35 @@ def test_what_a_template_does_not_read_is_told_or_refused():
     plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     text, marks = rendered({"prompt": CHAT, "tools": [TOOL]}, plain)
     assert UNREAD in marks
-    assert text == oracle(CHAT, plain, [TOOL])
+    empty = [{**message, "content": message["content"] or ""} for message in CHAT]
+    assert text == oracle(empty, plain, [TOOL])
     with pytest.raises(Unusable, match="has the key 'weight', which the chat template does not"):
         rendered({"prompt": [{"role": "user", "content": "x", "weight": 0}]}, plain)
+
+
+@pytest.mark.parametrize("content", ["m.content", "'' + m.content", "m.content.strip()"])
+def test_a_null_content_beside_calls_is_never_printed(content):
+    """Templates that do not know of calls print None, or fail on it; SGLang gives them no text."""
+    template = f"{{% for m in messages %}}<{{{{ m.role }}}}>{{{{ {content} }}}}{{% endfor %}}"
+    text, marks = rendered({"prompt": CHAT}, template)
+    assert text == "<user>weather?<assistant><tool>12 C<assistant>warm<user>in words?"
+    assert UNREAD in marks
+    chat = [{"role": "user", "content": "None?"}, *CHAT[1:]]
+    assert rendered({"prompt": chat}, READS)[0] == oracle(chat, READS)
+
+
+def test_calls_and_thoughts_that_a_template_leaves_out_here_are_told():
+    """It names both keys, as DeepSeek's does, which writes calls beside null contents only."""
+    calls = "{% if m.content is none %}{{ m.tool_calls[0].function.name }}{% endif %}"
+    last = "{% if loop.last %}{{ m.reasoning_content }}{% endif %}{{ m.content or '' }}"
+    template = "{% for m in messages %}<{{ m.role }}>" + calls + last + "{% endfor %}"
+    called = {**CHAT[1], "content": "I call."}
+    for chat, told in (
+        ([CHAT[0], CHAT[1], CHAT[2]], False),
+        ([CHAT[0], called, CHAT[2]], True),
+        ([CHAT[0], CHAT[3], CHAT[4]], True),
+    ):
+        assert (UNREAD in rendered({"prompt": chat}, template)[1]) is told
 
 
 def test_a_developers_message_is_the_systems_where_a_template_does_not_know_it():
