@@ -11,7 +11,7 @@ import json
 import re
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, Protocol, cast
@@ -167,7 +167,12 @@ def _called(path: Path) -> Iterator[Located]:
     source = load_object(str(path))
     try:
         for number, row in enumerate(source(), start=1):
-            yield f"{path}:{number}", dict(row)
+            if not isinstance(row, Mapping) and not hasattr(row, "to_dict"):  # a Series of pandas
+                raise ValueError(
+                    f"row {number} must be a mapping of columns, got {type(row).__name__}; of a "
+                    "table return df.to_dict('records') or table.to_pylist()"
+                )
+            yield f"{path}:{number}", {str(key): value for key, value in dict(row).items()}
     except Exception as error:  # noqa: BLE001  whatever a user's function raises is told in one line
         raise ValueError(f"{path} failed: {type(error).__name__}: {line(error)}") from None
 

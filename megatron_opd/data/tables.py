@@ -6,12 +6,14 @@ that state.json lists, and only where they lie inside it. No more than a batch i
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from threading import Lock
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 
@@ -126,32 +128,53 @@ def csv_batches(path: Path, columns: Wanted, packing: str | None) -> Batches:
     they are, but for those that hold numbers.
     """
     import pyarrow
-    from pyarrow import csv
+    from pyarrow import csv as arrow_csv
 
     numbers = columns[2]
 
     def opened(names: Sequence[str] | None) -> Any:
-        convert = csv.ConvertOptions(
+        convert = arrow_csv.ConvertOptions(
             column_types={name: pyarrow.string() for name in names or () if name not in numbers},
             include_columns=names,
             null_values=[""],
             strings_can_be_null=True,
             quoted_strings_can_be_null=False,
         )
-        return csv.open_csv(
+        return arrow_csv.open_csv(
             pyarrow.input_stream(str(path), compression=packing),
-            csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES),
-            csv.ParseOptions(newlines_in_values=True),
+            arrow_csv.ReadOptions(use_threads=False, block_size=CSV_BLOCK_BYTES),
+            arrow_csv.ParseOptions(newlines_in_values=True),
             convert,
         )
 
     def batches() -> Iterator[Any]:
+        _check_quotes(path, packing)
         with opened(None) as reader:
             present = reader.schema.names
         with opened(_columns(path, present, columns)) as reader:
             yield from reader
 
     return _located(path, "csv", batches())
+
+
+def _check_quotes(path: Path, packing: str | None) -> None:
+    """Raise ValueError for a quote that does not close: pyarrow takes all rows behind it for text.
+
+    Nor may a quoted text go on behind its closing quote, where a stray one has opened it.
+    """
+    import pyarrow
+
+    csv.field_size_limit(CSV_BLOCK_BYTES)
+    stream = cast(BinaryIO, pyarrow.input_stream(str(path), compression=packing))
+    with TextIOWrapper(stream, encoding="utf-8", errors="replace", newline="") as text:
+        rows = csv.reader(text, strict=True)
+        try:
+            for _ in rows:
+                pass
+        except csv.Error as error:
+            raise ValueError(
+                f"a quote is not closed well, up to line {rows.line_num}: {error}"
+            ) from None
 
 
 def directory_batches(path: Path, columns: Wanted) -> Batches:

@@ -264,3 +264,42 @@ def test_a_full_disk_names_the_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     table_path.write_bytes(table(ROWS))
     with pytest.raises(ValueError, match=r"No space left .*: set TMPDIR to a folder with room"):
         rows_of(table_path)
+
+
+@pytest.mark.parametrize(
+    "text", ['a\n"open,\nb\nc\n', 'a\nb\n"c', 'a,b\n1,"2"3\n', 'a,b\n1,"2\n3,"4\n']
+)
+def test_a_quote_that_does_not_close_is_refused(tmp_path: Path, text: str):
+    """pyarrow takes the rows behind it for the text of one field."""
+    path = tmp_path / "a.csv"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=r"a\.csv: .*a quote is not closed well"):
+        list(located_rows(path, ("a",), ("a",)))
+
+
+def test_quotes_within_fields_and_long_fields_are_read(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    long = "x" * 300_000
+    path.write_text(f'a\n5" pipe\n"he said ""so"", and\nleft"\n{long}\n')
+    found = [row for _, row in located_rows(path, ("a",), ("a",))]
+    assert found == [{"a": '5" pipe'}, {"a": 'he said "so", and\nleft'}, {"a": long}]
+
+
+@pytest.mark.parametrize("made", ["names", "tables", "pairs"])
+def test_a_function_that_returns_no_mappings_says_what_to_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: str
+):
+    lines = (
+        "import pyarrow",
+        "def names(): return ['prompt']  # what a loop over a DataFrame yields",
+        "def tables(): return pyarrow.table({'prompt': ['a']})",
+        "def pairs(): return [('prompt', 'a')]",
+        "def good(): return [{'prompt': 'a', 3: 'b'}]",
+    )
+    module = f"rows_of_{made}"
+    (tmp_path / f"{module}.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"row 1 must be a mapping of columns, got .*to_dict"):
+        list(located_rows(Path(f"{module}:{made}"), ("prompt",), ("prompt",)))
+    good = Path(f"{module}:good")
+    assert data_crc32([good]) == data_crc32([good])
