@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -76,8 +77,11 @@ def table_rows(table: Any) -> list[dict[str, Any]]:
     return [{key: without_gaps(each) for key, each in row.items()} for row in rows]
 
 
-def written_number(value: int | float | Decimal, key: str) -> str:
+def written_number(value: int | float | Decimal | Fraction, key: str) -> str:
     """Write a number as a reader does: a column of floats, as pandas makes, holds 42 as 42.0."""
+    if isinstance(value, Fraction):
+        above, below = (written_number(part, key) for part in value.as_integer_ratio())
+        return above if below == "1" else f"{above}/{below}"
     if isinstance(value, Decimal):  # nor the zeros that the scale of its column adds
         text = f"{value:f}" if value else "0"
         return text.rstrip("0").rstrip(".") if "." in text else text

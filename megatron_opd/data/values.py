@@ -9,6 +9,7 @@ import math
 from collections.abc import Collection, Mapping
 from datetime import date, time
 from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from megatron_opd.config.section import MAX_STOP_LENGTH, MAX_STOPS
@@ -19,6 +20,7 @@ from megatron_opd.data.plain import plain, written_number
 from megatron_opd.types import RightAnswer
 
 Row = Mapping[str, Any]
+UNKNOWN_TASK = "unknown_task"
 
 
 def read_text(row: Row, key: str) -> str:
@@ -42,7 +44,15 @@ def read_choice(row: Row, key: str, allowed: Collection[str], cause: str) -> str
 
 def read_task(row: Row, key: str, allowed: Collection[str]) -> str | None:
     """Return the name of a row's verifier; None where it is missing or null."""
-    return None if value_of(row, key) is None else read_choice(row, key, allowed, "unknown_task")
+    if value_of(row, key) is None:
+        return None
+    try:
+        return read_choice(row, key, allowed, UNKNOWN_TASK)
+    except Unusable as error:
+        if error.cause != UNKNOWN_TASK:
+            raise
+        remedy = "leave data.task_key null and name the verifier of all rows in data.task"
+        raise Unusable(UNKNOWN_TASK, f"{error}; give it such names, or {remedy}") from None
 
 
 def read_answer(row: Row, key: str, *, needed: bool) -> RightAnswer | None:
@@ -150,8 +160,14 @@ def _text_of(value: Any, key: str) -> str | None:
         return None
     if isinstance(value, date | time):
         return value.isoformat()
-    if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
+    if isinstance(value, int | float | Decimal | Fraction) and not isinstance(value, bool):
         return written_number(value, key)
     if value is None:
         return None
-    raise Unusable("wrong_type", f"{key!r} must be a string or number, got {type(value).__name__}")
+    got = type(value).__name__
+    if isinstance(value, dict) and value:
+        held: dict[str, Any] = value
+        got += (
+            f" of {listed(held)}; name what counts, such as {key}.{min(held)}, or store JSON text"
+        )
+    raise Unusable("wrong_type", f"{key!r} must be text, a number or a date, got {got}")

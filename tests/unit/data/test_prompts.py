@@ -63,8 +63,14 @@ def test_other_column_names_numbers_and_a_byte_order_mark(tmp_path, tokenizer):
         (['{"prompt": 5}\n'], r"a\.jsonl:1: 'prompt' must be a string, got int"),
         (['{"prompt": null}\n'], r"a\.jsonl:1: 'prompt' must be a string, got NoneType"),
         (['{"prompt": ""}\n'], r"a\.jsonl:1: 'prompt' is empty"),
-        (['{"prompt": "a", "answer": {}}\n'], r":1: 'answer' must be a string or number, got d"),
-        (['{"prompt": "a", "answer": true}\n'], r"'answer' must be a string or number, got bool"),
+        (
+            ['{"prompt": "a", "answer": {}}\n'],
+            r":1: 'answer' must be text, a number or a date, got d",
+        ),
+        (
+            ['{"prompt": "a", "answer": true}\n'],
+            r"'answer' must be text, a number or a date, got bool",
+        ),
         (['{"prompt": "a", "prompt": "b"}\n'], r":1: key 'prompt' is given twice"),
         (['{"prompt": "a", "x": {"y": 1, "y": 2}}\n'], r":1: key 'y' is given twice"),
         (['{"prompt": "a", "answer": 1e999}\n'], r"'answer' must be a finite number, got inf"),
@@ -342,7 +348,7 @@ def test_a_chat_that_the_template_does_not_take_is_one_rows_fault(tmp_path):
         ({"stop": [1]}, "wrong_type", "'stop' must be a list of strings, got [1]"),
         ({"stop": {"a": 1}}, "wrong_type", "'stop' must be a list of strings, got {'a': 1}"),
         ({"stop": "\ud800"}, "wrong_type", "'stop' is not valid Unicode"),
-        ({"id": [1]}, "wrong_type", "'id' must be a string or number, got list"),
+        ({"id": [1]}, "wrong_type", "'id' must be text, a number or a date, got list"),
     ],
 )
 def test_a_rows_own_keys_are_checked(tmp_path, extra, cause, words):
@@ -370,6 +376,7 @@ def test_a_row_may_name_its_verifier(tmp_path, tokenizer):
     ]
     assert loaded.skipped == {"unknown_task": 1, "wrong_type": 1}
     assert "'by' must be one of exact, math, got 'os:system'" in loaded.first["unknown_task"]
+    assert "leave data.task_key null and name the verifier" in loaded.first["unknown_task"]
     assert loaded.unseen == frozenset()
     lacking = write_lines(tmp_path / "b.jsonl", '{"prompt": "a", "answer": "1"}\n')
     assert load_prompts(lacking, tokenizer, PromptRules(columns, 9)).unseen == {"by"}

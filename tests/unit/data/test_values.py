@@ -4,6 +4,7 @@ import math
 import string
 from datetime import date, datetime
 from decimal import Decimal
+from fractions import Fraction
 
 import numpy as np
 import pyarrow
@@ -97,6 +98,8 @@ def test_tables_are_read_by_the_column_that_a_key_begins_with(tmp_path):
         (Decimal("1E+3"), "1000"),
         (Decimal("12345678901234567890123456789012.10"), "12345678901234567890123456789012.1"),
         (Decimal("NaN"), None),
+        (Fraction(1, 2), "1/2"),
+        (Fraction(-6, 3), "-2"),
         (Decimal("sNaN"), None),
         (1e3, "1000"),
         ("1,000", "1,000"),
@@ -117,6 +120,7 @@ def test_answers_are_what_is_written(value, text):
     [
         *(True, np.bool_(True), b"x", np.timedelta64(1, "ns"), {"a": 1}, [["1"]], [True], 1j),
         *(np.complex64(1), Decimal("1E+99999999"), Decimal("inf"), math.inf, 2**5000),
+        Fraction(1, 2**5000),
         *(np.longdouble(1), object()),
     ],
 )
@@ -124,6 +128,11 @@ def test_what_is_no_answer_is_a_fault_of_one_line(value):
     with pytest.raises(Unusable) as caught:
         read_answer({"answer": value}, "answer", needed=False)
     assert "\n" not in str(caught.value)
+
+
+def test_a_mapping_as_an_answer_says_what_to_name():
+    with pytest.raises(Unusable, match=r"'ground_truth', 'style'; name what counts, such as "):
+        read_answer({"reward_model": VERL["reward_model"]}, "reward_model", needed=True)
 
 
 def test_pandas_missing_values_are_missing():
