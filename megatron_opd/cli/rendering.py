@@ -16,8 +16,10 @@ from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import DataConfig
 from megatron_opd.data.marks import Marker
+from megatron_opd.data.messages import USER, Message
 from megatron_opd.data.prompts import PromptSet
-from megatron_opd.data.render import Rendering, unread_kwargs
+from megatron_opd.data.render import PROBES, Rendering, unread_kwargs
+from megatron_opd.data.spoken import apply_template
 from megatron_opd.data.template import (
     DEFAULT,
     TOOLS,
@@ -133,7 +135,24 @@ def template_notes(
             f"data.chat_template: prompts begin without {bos}, which the tokenizer puts in front "
             "of texts and the chat template does not write"
         )
-    return lines
+    return lines + _unopened(kwargs, tokenizer, clock)
+
+
+def _unopened(
+    kwargs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, clock: datetime
+) -> list[str]:
+    """Return a line if the template leaves it to the model to begin an answer."""
+    eos: Any = tokenizer.eos_token
+    try:
+        asked = apply_template(tokenizer, (Message(USER, PROBES[0]),), kwargs, clock, answer=True)
+    except Exception:  # noqa: BLE001  rendering says why
+        return []
+    if not eos or not asked.rstrip().endswith(eos):
+        return []
+    return [
+        f"data.chat_template: prompts end with {eos}: the chat template begins no answer, which "
+        "then begins as the model likes; most write the assistant's role if add_generation_prompt"
+    ]
 
 
 def frame_notes(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -13,7 +13,7 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.evaluate import questions_of
 from megatron_opd.cli.mismatch_run import prepare as prepare_mismatch
 from megatron_opd.cli.prepare import Prepared, prepare
-from megatron_opd.cli.rendering import first_prompt
+from megatron_opd.cli.rendering import first_prompt, template_notes
 from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.config.schema import Config
 from megatron_opd.data.template import RunTemplate
@@ -150,3 +150,18 @@ def test_a_converted_checkpoint_has_the_runs_template(tmp_path: Path) -> None:
     (step / "run.json").write_text("{}")
     with pytest.raises(ValueError, match="not a template and its clock"):
         template_beside(step / "learner")
+
+
+def test_a_template_that_begins_no_answer_is_noted() -> None:
+    tokenizer = framed()
+    told = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}\n{% endfor %}"
+    for template, noted in (
+        (told, True),
+        (told + "{% if add_generation_prompt %}<assistant>{% endif %}", False),
+        (told.replace("{{ eos_token }}", "</s>"), False),
+    ):
+        tokenizer.chat_template = BOS + template
+        notes = template_notes({}, tokenizer, THEN)
+        assert [f"prompts end with {tokenizer.eos_token}" in note for note in notes] == [
+            True
+        ] * noted
