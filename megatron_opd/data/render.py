@@ -98,7 +98,12 @@ class Renderer:
         self._drops: dict[tuple[object, ...], set[tuple[int, str]]] = {}
 
         def found_out() -> tuple[Marker, str]:
-            marker = Marker(tokenizer)
+            try:
+                marker = Marker(tokenizer)
+            except BaseException as error:  # the Rust side panics past Exception
+                if not is_failure(error):
+                    raise
+                raise ValueError(f"the tokenizer cannot encode a text: {said(error)}") from None
             if not how.chat_template:
                 return marker, ""
             check_template(tokenizer, how, systems=self._systems)

@@ -167,7 +167,8 @@ def _text_of(value: Any, key: str) -> str | None:
     got = type(value).__name__
     if isinstance(value, dict) and value:
         held: dict[str, Any] = value
+        path = f"{key}.{min(held)}"
         got += (
-            f" of {listed(held)}; name what counts, such as {key}.{min(held)}, or store JSON text"
+            f" of {listed(held)}; name what counts, such as {shown(path, 60)}, or store JSON text"
         )
     raise Unusable("wrong_type", f"{key!r} must be text, a number or a date, got {got}")

@@ -53,6 +53,9 @@ def oracle(data: bytes, found: PromptSet) -> str | None:
     if [prompt.text for prompt in found.prompts] != [row["prompt"] for row in short]:
         return "a prompt is taken that an obvious reader refuses, or the reverse"
     for prompt, row in zip(found.prompts, short, strict=True):
+        if isinstance(row["answer"], list):
+            continue
+        assert not isinstance(prompt.answer, tuple)
         text = prompt.answer or ""
         if isinstance(row["answer"], str) and text != row["answer"]:
             return "an answer is changed"
@@ -85,12 +88,22 @@ def _usable(line: bytes, number: int) -> dict[str, Any] | None:
     prompt, answer = row.get("prompt"), row.get("answer")
     if not isinstance(prompt, str) or not prompt.strip() or _lone(prompt):
         return None
+    several = answer if isinstance(answer, list) else [answer]
+    kept = [each for each in several if not _gap(each)]
+    return row if kept and all(map(_written, kept)) else None
+
+
+def _gap(answer: Any) -> bool:
+    blank = isinstance(answer, str) and not answer.strip()
+    return answer is None or blank or (isinstance(answer, float) and math.isnan(answer))
+
+
+def _written(answer: Any) -> bool:
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        return None
+        return False
     if isinstance(answer, str):
-        return row if answer.strip() and not _lone(answer) else None
-    large = isinstance(answer, int) and abs(answer) >= 2**4096
-    return None if large or (isinstance(answer, float) and not math.isfinite(answer)) else row
+        return not _lone(answer)
+    return abs(answer) < 2**4096 if isinstance(answer, int) else math.isfinite(answer)
 
 
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -68,8 +68,9 @@ def oracle(data: bytes, found: PromptSet) -> str | None:
     if len(found.prompts) + sum(found.skipped.values()) != found.rows:
         return "rows are lost"
     for prompt in found.prompts:
-        answer = (prompt.answer or "").strip().lower()
-        if not prompt.text.strip() or answer in ("", "nan", "inf", "-inf", "true", "false"):
+        answers = prompt.answer if isinstance(prompt.answer, tuple) else (prompt.answer or "",)
+        none = {"", "nan", "inf", "-inf", "true", "false"}
+        if not prompt.text.strip() or none & {answer.strip().lower() for answer in answers}:
             return "an empty prompt, or an answer that is none"
         if not 0 < len(prompt.token_ids_P) <= MOST_TOKENS:
             return "a prompt of no or too many tokens"

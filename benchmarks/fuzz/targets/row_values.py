@@ -69,7 +69,7 @@ def _through_parquet(row: Any) -> Scanned | None:
     if len(repr(row)) % 4:
         return None  # a table takes ten times as long as all else
     try:
-        table = pyarrow.Table.from_pylist([row])
+        table = pyarrow.Table.from_pylist([row] if isinstance(row, dict) else [])
         if not table.num_columns or "prompt" not in table.column_names:
             return None
         if table.to_pylist() != [row]:

@@ -126,3 +126,11 @@ def test_names_in_a_template_are_whole_words():
     assert unread_kwargs(tokenizer, {"enable_thinking": 1, "thinking": 1}) == ["thinking"]
     tokenizer.chat_template = None
     assert unread_kwargs(tokenizer, {"a": 1}) == ["a"]
+
+
+def test_a_tokenizer_that_fails_on_every_text_is_refused_in_one_line():
+    """The text "512" as its model_max_length raises a TypeError wherever a text is read."""
+    made = build_tokenizer()
+    made.model_max_length = "512"
+    with pytest.raises(ValueError, match="the tokenizer cannot encode a text: TypeError"):
+        render_prompts(["a"], made, Rendering())

@@ -133,6 +133,10 @@ def test_what_is_no_answer_is_a_fault_of_one_line(value):
 def test_a_mapping_as_an_answer_says_what_to_name():
     with pytest.raises(Unusable, match=r"'ground_truth', 'style'; name what counts, such as "):
         read_answer({"reward_model": VERL["reward_model"]}, "reward_model", needed=True)
+    with pytest.raises(Unusable) as caught:
+        read_answer({"a": {"\0\n" * 999: 1}}, "a", needed=True)
+    assert str(caught.value).isprintable()
+    assert len(str(caught.value)) < 400
 
 
 def test_pandas_missing_values_are_missing():
