@@ -34,6 +34,9 @@ RightAnswer = str | tuple[str, ...]
 """What a verifier compares with; of several answers any is right."""
 
 
+NO_ROW = -1
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """Holds one tokenised problem. `uid` is unique in a run and rises in admission order.
@@ -42,8 +45,9 @@ class Prompt:
     with, or several that are all right, if any. teacher: names the one that scores its rollouts.
     max_new_tokens: longest response; None: rollout.max_new_tokens. stop: strings that end a
     response besides rollout.stop. task: its verifier's name; None: data.task. row_id: the row's own
-    name, or its file and line. row: which problem of the training data it is. reward_weight,
-    teacher_weight: multiply the loss's terms from rewards, and its other terms, on its responses.
+    name, or its file and line. row: which problem of the training data it is; NO_ROW: none of what
+    the data is now. reward_weight, teacher_weight: multiply the loss's terms from rewards, and its
+    other terms, on its responses.
     """
 
     uid: int

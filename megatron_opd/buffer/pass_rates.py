@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_opd.config.curriculum import PassRateCurriculum
-from megatron_opd.types import AnySample, IntArray
+from megatron_opd.types import NO_ROW, AnySample, IntArray
 
 RateArray = npt.NDArray[np.float64]
 
@@ -48,9 +48,9 @@ class PassRates:
         self.noted = list(state.noted)
 
     def note(self, sample: AnySample) -> None:
-        """Note the reward of a response, if it has one."""
+        """Note the reward of a response, if it has one and its problem is still there."""
         prompt = sample.rollout.prompt
-        if sample.reward is not None:
+        if sample.reward is not None and prompt.row != NO_ROW:
             self.noted.append((prompt.uid, prompt.row, sample.reward))
 
     def settle(self) -> None:

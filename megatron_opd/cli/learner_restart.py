@@ -80,16 +80,22 @@ class LearnerRestarts:
         await all_up(self._remote, startup_s, parts, self._say)
 
 
-def last_checkpoint(config: Config, wall_s: float) -> Resumption | None:
+def last_checkpoint(
+    config: Config, wall_s: float, began: Resumption | None = None
+) -> Resumption | None:
     """Return where a run continues whose learner was lost; None: at its beginning.
 
     wall_s: of the attempts before this process, which the checkpoint counts together with its own.
+    began: where this process began, with the state that suits its data. The data is in memory: what
+    became of the files in the meantime is of no account.
 
     UserError: the checkpoint is damaged.
     """
     if not StepDirs(RunDir(config.run.dir).checkpoints).complete():
         return None
-    found = find_resumption(config)
+    found = find_resumption(config, data_in_memory=True)
+    if began is not None and began.path == found.path:
+        found = began
     return replace(found, extras=found.extras | {"wall_s": wall_s})
 
 

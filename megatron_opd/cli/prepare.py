@@ -24,9 +24,11 @@ from megatron_opd.cli.tokenizer_parts import end_notes
 from megatron_opd.cli.train_data import (
     check_enough,
     chosen_source,
+    going_on,
     lasting,
     seen_problems,
 )
+from megatron_opd.cli.train_shape import Begun, Shape
 from megatron_opd.cli.verifiers import check_isolation, row_tasks
 from megatron_opd.cli.weights import unread_note
 from megatron_opd.config.evaluation import ONLY_SET
@@ -71,7 +73,8 @@ class Inputs:
     train: of every file, in order; empty where one is not here (`opd check` of a plan). heldout: by
     name, without those that are not here or not needed. judge: None when the task has no verifier
     or the tokenizer is not here. absent: what was not here to be checked. notes: what the user
-    should know.
+    should know. shape: of the training files, None where not all of them was read. state: what the
+    controller continues from.
     """
 
     checked: CheckedModels
@@ -80,6 +83,8 @@ class Inputs:
     judge: Judge | None
     absent: tuple[str, ...]
     notes: tuple[str, ...]
+    shape: Shape | None = None
+    state: ControllerState = NOTHING_YET
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +97,7 @@ class Prepared:
     scores before the run. ends: the ids that end a response of every role's model. ending: what
     ends a response of the run, besides its row's own strings. template: what chats are rendered
     with. prompts_skipped: rows of the training files that cannot be used, by cause. notes: for the
-    terminal.
+    terminal. shape: of the training files. state: what the controller continues from.
     """
 
     student: ModelFacts
@@ -107,6 +112,8 @@ class Prepared:
     ending: Ending
     template: RunTemplate = field(default_factory=RunTemplate)
     notes: tuple[str, ...] = ()
+    shape: Shape | None = None
+    state: ControllerState = NOTHING_YET
 
 
 def checked(load: Callable[[], ResultT]) -> ResultT:
@@ -121,15 +128,17 @@ def read_inputs(
     config: Config,
     *,
     kept: RunTemplate | None = None,
+    begun: Begun | None = None,
     plan: bool = False,
     first_rows: int | None = None,
     data: bool = True,
 ) -> Inputs:
     """Check the models and read the data as a run will. Raises UserError.
 
-    kept: what the run has rendered chats with so far; None: it begins. plan: where a model's
-    weights are not on this machine, check as far as its files go, and let a data file be elsewhere
-    too, unless `data` asks for it. first_rows: rows of each data file to read; None: all.
+    kept: what the run has rendered chats with so far; begun: what it goes on from; None: it begins.
+    plan: where a model's weights are not on this machine, check as far as its files go, and let a
+    data file be elsewhere too, unless `data` asks for it. first_rows: rows of each data file to
+    read; None: all.
     """
     checked(lambda: check_sinks(config))
     checked(lambda: get_task(config.data.task))
@@ -145,8 +154,9 @@ def read_inputs(
     elsewhere = bool(models.absent) and not data
     gone = [file.path for file in config.data.train if elsewhere and not _is_here(file.path)]
     train = () if gone else read_train(config, models, first_rows)
+    shape, state, changed_data = going_on(config, train, begun)
     if train:
-        check_enough(config, train)
+        check_enough(config, train, shape)
     absent += [f"data.train {path}: not here" for path in gone]
     heldout: dict[str, PromptSet] = {}
     for name, each in config.data.heldout.items() if wanted else ():
@@ -172,14 +182,15 @@ def read_inputs(
         *changed,
         *rendering_notes(config, models, every),
         *skipped,
-        *lasting(config, train),
+        *changed_data,
+        *lasting(config, train, shape),
         *(
             line
             for name, each in heldout.items()
             for line in seen_problems(train, key_of_set(config, name), each)
         ),
     )
-    return Inputs(models, train, heldout, judge, tuple(absent), said)
+    return Inputs(models, train, heldout, judge, tuple(absent), said, shape, state)
 
 
 def model_notes(models: CheckedModels) -> list[str]:
@@ -306,13 +317,13 @@ def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
 
 
 def prepare(
-    config: Config, state: ControllerState = NOTHING_YET, kept: RunTemplate | None = None
+    config: Config, begun: Begun | None = None, kept: RunTemplate | None = None
 ) -> Prepared:
-    """Check models and load data; prompts continue from `state`. Raises UserError.
+    """Check models and load data. Raises UserError.
 
-    kept: what the run has rendered chats with so far; None: it begins.
+    begun: what the run goes on from; kept: what it has rendered chats with so far; None: it begins.
     """
-    inputs = read_inputs(config, kept=kept)
+    inputs = read_inputs(config, kept=kept, begun=begun)
     train = inputs.train
     every = [prompt for each in train for prompt in each.prompts]
     settings = config.heldout
@@ -321,7 +332,7 @@ def prepare(
     return Prepared(
         student=inputs.checked.student,
         vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.items()},
-        prompts=checked(lambda: chosen_source(config, train, state)),
+        prompts=checked(lambda: chosen_source(config, train, inputs.state, inputs.shape)),
         prompts_skipped=dict(sum((Counter(each.skipped) for each in train), Counter[str]())),
         heldout={
             name: found.prompts[: settings[name].problems] for name, found in inputs.heldout.items()
@@ -333,6 +344,8 @@ def prepare(
         ending=ending_of(config, inputs.checked),
         template=inputs.checked.template,
         notes=inputs.notes,
+        shape=inputs.shape,
+        state=inputs.state,
     )
 
 

@@ -20,13 +20,14 @@ from megatron_opd.checkpoint.state_files import read_json
 from megatron_opd.cli.checkpoints import CONTROLLER, RUN
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.cli.train_shape import COST, TRAIN_KEY, Begun, KeptData, compared, read_kept
 from megatron_opd.config.digests import flat, matches
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.config.wording import line
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.controller.snapshot_codec import decode_state
-from megatron_opd.data.files import data_crc32
+from megatron_opd.data.file_sums import Difference, Part
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.evaluation.progress import Progress, progress_from
 from megatron_opd.metrics.persist import restore_totals
@@ -101,7 +102,7 @@ EXTRAS: Mapping[str, type | tuple[type, ...]] = {
     "resumed_at_updates": list,
     "evaluations": dict,
     "totals": dict,
-    "train_crc32": int,
+    "data": dict,
     "template": dict,
 }
 """Keys that run.json holds: see RunUpdates."""
@@ -129,13 +130,15 @@ class Resumption:
     """Says where a run continues.
 
     extras: what Checkpoints was given to keep. changes: every accepted change of this resumption
-    and of those before. notes: for the user.
+    and of those before. notes: for the user. begun: state and data as the checkpoint has them, and
+    the data as it is.
     """
 
     path: Path
     state: ControllerState
     extras: dict[str, Any]
     notes: tuple[str, ...]
+    begun: Begun
     changes: tuple[Change, ...] = ()
 
     @property
@@ -154,10 +157,13 @@ class Resumption:
         return progress_from(self.extras["evaluations"])
 
 
-def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
+def find_resumption(
+    config: Config, accepted: Sequence[str] = (), *, data_in_memory: bool = False
+) -> Resumption:
     """Find what `config` continues from. Raises UserError with one line for any obstacle.
 
-    accepted: keys that may differ from the run's although what is learnt depends on them.
+    accepted: keys that may differ from the run's although what is learnt depends on them, and
+    data.train if its files may. data_in_memory: whether the files are not read again.
     """
     run_dir = RunDir(config.run.dir)
     if not run_dir.resolved_config.is_file():
@@ -187,15 +193,45 @@ def find_resumption(config: Config, accepted: Sequence[str] = ()) -> Resumption:
             f"got {config.run.max_steps}"
         )
     _check_left(config, run_dir, updates)
-    files = [file.path for file in config.data.train]
-    if extras["train_crc32"] != data_crc32(files):
-        names = ", ".join(map(str, files))
-        raise UserError(f"--resume: data.train {names} has changed since the run began")
+    kept = read_kept(extras["data"])
+    if data_in_memory:
+        same = (Difference.NONE,) * len(kept.sums)
+        begun = Begun(state, kept, kept.sums, same, accepted=False)
+    else:
+        begun = _begun(config, state, kept, accepted=TRAIN_KEY in accepted)
+        if Difference.CHANGED in begun.differences:
+            changed.setdefault(TRAIN_KEY, (_in_json(kept.sums), _in_json(begun.sums)))
+        elif TRAIN_KEY in accepted and TRAIN_KEY not in changed:
+            raise UserError(f"--accept-changes: {TRAIN_KEY} has not changed, or only grown")
     notes = [f"{name} was not written completely and is ignored" for name in torn]
     notes.append(f"continuing from {path} ({updates} updates)")
     now = tuple(Change(updates, key, *values) for key, values in changed.items())
     notes += [change.line for change in now]
-    return Resumption(path, state, extras, tuple(notes), (*_earlier_changes(run_dir), *now))
+    changes = (*_earlier_changes(run_dir), *now)
+    return Resumption(path, state, extras, tuple(notes), begun, changes)
+
+
+def _begun(config: Config, state: ControllerState, kept: KeptData, *, accepted: bool) -> Begun:
+    """Compare the data with the checkpoint's. UserError: it is not there, or changed unaccepted."""
+    try:
+        sums, differences = compared(config, kept)
+    except (ValueError, OSError) as error:
+        raise UserError(f"--resume: {TRAIN_KEY}: {line(error)}") from None
+    changed = [
+        str(file.path)
+        for file, each in zip(config.data.train, differences, strict=True)
+        if each is Difference.CHANGED
+    ]
+    if changed and not accepted:
+        raise UserError(
+            f"--resume: {TRAIN_KEY} {', '.join(changed)} has changed since the checkpoint, by more "
+            f"than rows added at its end; to continue: --accept-changes {TRAIN_KEY} ({COST})"
+        )
+    return Begun(state, kept, sums, differences, accepted)
+
+
+def _in_json(sums: Sequence[Sequence[Part]]) -> list[list[str]]:
+    return [[f"{part.size} bytes, crc32 {part.crc32}" for part in each] for each in sums]
 
 
 def _check_left(config: Config, run_dir: RunDir, updates: int) -> None:
@@ -256,7 +292,7 @@ def _read_extras(path: Path) -> dict[str, Any]:
         if not isinstance(extras.get(key), kind):
             raise ValueError(f"checkpoint {path}: {RUN} has no {key}")
     numbers = [extras["elapsed_s"], extras["wall_s"]]
-    whole = [extras["train_crc32"], *extras["resumed_at_updates"]]
+    whole = extras["resumed_at_updates"]
     if not (
         all(type(n) in (int, float) and 0 <= n <= LONGEST_S for n in numbers)
         and all(type(n) is int for n in whole)
@@ -266,9 +302,10 @@ def _read_extras(path: Path) -> dict[str, Any]:
         progress_from(extras["evaluations"])
         restore_totals(RunTotals(), extras["totals"], 0.0)
         RunTemplate.from_json(extras["template"])
+        read_kept(extras["data"])
     except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise ValueError(
-            f"checkpoint {path}: totals, evaluations or template of {RUN} are damaged: "
+            f"checkpoint {path}: totals, evaluations, template or data of {RUN} are damaged: "
             f"{line(error)}"
         ) from None
     return extras
@@ -284,7 +321,7 @@ def changes_of(config: Config, accepted: Sequence[str]) -> dict[str, tuple[Any, 
     differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     differing = [key for key in differing if not matches(key, MAY_CHANGE)]
     for key in accepted:
-        if key not in differing:
+        if key not in (*differing, TRAIN_KEY):  # its files may differ
             same = (
                 "has not changed" if key in old.keys() | new.keys() else "is not a key of this run"
             )

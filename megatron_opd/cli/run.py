@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from functools import partial
 
 from rich.console import Console
@@ -64,9 +65,11 @@ def run_pipeline(
     roles, console = run_roles(config), Console(highlight=False)
     with hold_run_dir(config.run.dir, resume=resume, overwrite=overwrite) as lock:
         resumed = find_resumption(config, accepted) if resume else None
-        prepared = (
-            prepare(config) if resumed is None else prepare(config, resumed.state, resumed.template)
-        )
+        if resumed is None:
+            prepared = prepare(config)
+        else:
+            prepared = prepare(config, resumed.begun, resumed.template)
+            resumed = replace(resumed, state=prepared.state)
         with (
             machines_of(config, roles, partial(say, console)) as machines,
             run_keys(machines.config, roles) as keys,

@@ -33,10 +33,10 @@ from megatron_opd.cli.run_summary import written_summary
 from megatron_opd.cli.sites_run import SitesOfRun
 from megatron_opd.cli.stopping import Stopping
 from megatron_opd.cli.supervisor import Supervisor
+from megatron_opd.cli.train_shape import KeptData, data_now
 from megatron_opd.config.site_bounds import staleness_bound
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
-from megatron_opd.data.files import data_crc32
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
@@ -88,7 +88,10 @@ class RunParts:
         sites = tuple(config.sites.members)
         self.samplers = sites or self.urls[STUDENT][config.evaluation.servers :]
         self.totals = RunTotals(self.samplers, config.rollout.group_size)
-        self.train_crc32 = data_crc32(file.path for file in config.data.train)
+        sums = data_now(config) if resumed is None else resumed.begun.sums
+        assert prepared.shape is not None, "a run has read its data"
+        self.data = KeptData(sums, prepared.shape)
+        self.began = resumed
         self.recorder: RunRecorder | None = None
         self.checkpoints: Checkpoints | None = None
         self.controller: Controller | None = None

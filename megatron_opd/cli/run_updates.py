@@ -10,6 +10,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.cli.checkpoints import Checkpoints
 from megatron_opd.cli.first_update import MismatchJudge
@@ -86,7 +88,7 @@ class RunUpdates(RunStart):
 
         async def recover() -> None:
             await restarts.again()
-            self._roll_back(last_checkpoint(self.config, wall_s))
+            self._roll_back(last_checkpoint(self.config, wall_s, self.began))
             await start_over()
 
         async def lost(error: Exception) -> bool:
@@ -202,6 +204,6 @@ class RunUpdates(RunStart):
             "resumed_at_updates": self._resumed_at(),
             "evaluations": self.evaluations.run.progress().as_json(),
             "totals": dump_totals(self.totals, now_s),
-            "train_crc32": self.train_crc32,
+            "data": msgspec.to_builtins(self.data),
             "template": self.prepared.template.as_json(),
         }

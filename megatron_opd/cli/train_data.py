@@ -5,29 +5,39 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.train_shape import Begun, Shape, first_shape, joined, shape_after
 from megatron_opd.config.schema import Config
-from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.stream import PromptSource, Source
 
 
-def sources_of(config: Config, train: Sequence[PromptSet]) -> list[Source]:
-    """Return what prompts are drawn from: each file with a weight, or all files as one."""
-    files = config.data.train
+def sources_of(
+    config: Config, train: Sequence[PromptSet], shape: Shape | None = None
+) -> list[Source]:
+    """Return what prompts are drawn from: each file with a weight, or all files as one.
+
+    shape: of a run that went on with more or other prompts; None: it begins.
+    """
+    files, shape = config.data.train, shape or first_shape(config, train)
     if files[0].weight is None:
-        prompts = tuple(prompt for each in train for prompt in each.prompts)
-        return [Source(", ".join(str(file.path) for file in files), prompts)]
+        name = ", ".join(str(file.path) for file in files)
+        sizes = tuple(sum(counts) for counts in shape.prompts)
+        return [Source(name, joined(train, shape), 1.0, shape.epochs[0], sizes)]
+    sizes = zip(*shape.prompts, strict=True)
     return [
-        Source(str(file.path), each.prompts, file.weight or 1.0)
-        for file, each in zip(files, train, strict=True)
+        Source(str(file.path), each.prompts, file.weight or 1.0, epochs, own)
+        for file, each, epochs, own in zip(files, train, shape.epochs, sizes, strict=True)
     ]
 
 
-def prompt_source(config: Config, train: Sequence[PromptSet]) -> PromptSource:
+def prompt_source(
+    config: Config, train: Sequence[PromptSet], shape: Shape | None = None
+) -> PromptSource:
     """Return the stream of training prompts from its begin, each considered when its turn comes."""
     return PromptSource(
-        sources_of(config, train),
+        sources_of(config, train, shape),
         seed=config.run.seed,
         shuffle=config.data.shuffle,
         group_size=config.rollout.group_size,
@@ -35,14 +45,34 @@ def prompt_source(config: Config, train: Sequence[PromptSet]) -> PromptSource:
     )
 
 
+def going_on(
+    config: Config, train: Sequence[PromptSet], begun: Begun | None
+) -> tuple[Shape | None, ControllerState, list[str]]:
+    """Return shape and state from which a run takes prompts, and lines on what has changed.
+
+    begun: what it goes on from. The shape is None where not all of the data was read. UserError:
+    the data has changed, and nobody accepted that.
+    """
+    if not train or not all(each.whole and each.prompts for each in train):
+        return None, NOTHING_YET, []
+    if begun is None:
+        return first_shape(config, train), NOTHING_YET, []
+    source, curriculum = prompt_source(config, train), begun.state.curriculum
+    if config.data.curriculum is None or curriculum is None:
+        drawn = source.drawn_at(begun.state.next_uid)
+    else:
+        drawn = source.alone().drawn_at(curriculum.looked_at)
+    return shape_after(config, train, begun, drawn)
+
+
 def chosen_source(
-    config: Config, train: Sequence[PromptSet], state: ControllerState
+    config: Config, train: Sequence[PromptSet], state: ControllerState, shape: Shape | None = None
 ) -> PromptSource | CurriculumSource:
     """Return the stream of prompts that a run takes, from a controller's state on.
 
     ValueError: the state is of other problems.
     """
-    source, curriculum = prompt_source(config, train), config.data.curriculum
+    source, curriculum = prompt_source(config, train, shape), config.data.curriculum
     if curriculum is None:
         return source_at(source, state)
     problems = sum(len(each.prompts) for each in train)
@@ -58,17 +88,20 @@ def source_at(
 
     ValueError: the state is of other problems.
     """
+    group, member = divmod(state.next_uid, source.group_size)
+    of_group = (each.asked for each in state.line if each.uid // source.group_size == group)
+    held = next(of_group, None) if member else None
     if isinstance(source, CurriculumSource):
-        return source.at(state.next_uid, state.curriculum)
-    return source.at(state.next_uid)
+        return source.at(state.next_uid, state.curriculum, held)
+    return source.at(state.next_uid, held)
 
 
-def check_enough(config: Config, train: Sequence[PromptSet]) -> None:
+def check_enough(config: Config, train: Sequence[PromptSet], shape: Shape | None = None) -> None:
     """Check that the data fills a batch, and a fixed distance. Raises UserError."""
     if not all(each.whole and each.prompts for each in train):
         return
     schedule, batch = config.schedule, config.buffer.batch_size
-    there = prompt_source(config, train).available(batch)
+    there = prompt_source(config, train, shape).available(batch)
     if there < batch:
         raise UserError(
             f"data.train has prompts for {there} responses with data.epochs {config.data.epochs}, "
@@ -86,12 +119,12 @@ def check_enough(config: Config, train: Sequence[PromptSet]) -> None:
         )
 
 
-def lasting(config: Config, train: Sequence[PromptSet]) -> list[str]:
+def lasting(config: Config, train: Sequence[PromptSet], shape: Shape | None = None) -> list[str]:
     """Return a line if data.epochs ends the run before run.max_steps does."""
     epochs, steps, batch = config.data.epochs, config.run.max_steps, config.buffer.batch_size
     if epochs is None or not train or not all(each.whole and each.prompts for each in train):
         return []
-    updates = prompt_source(config, train).available(steps * batch) // batch
+    updates = prompt_source(config, train, shape).available(steps * batch) // batch
     if updates == steps:
         return []
     return [

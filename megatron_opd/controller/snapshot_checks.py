@@ -14,7 +14,7 @@ import numpy as np
 from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.controller.snapshot import ControllerState, Member
-from megatron_opd.types import Rollout
+from megatron_opd.types import NO_ROW, Rollout
 from sglang_bridge.columns import arrays_of, axis_of
 from sglang_bridge.protocol import DrawCache
 
@@ -69,7 +69,7 @@ def member_fault(member: Member) -> str | None:
         return "it must hold one of prompt, rollout and sample"
     sample, prompt = member.sample, member.asked
     weights = (prompt.reward_weight, prompt.teacher_weight)
-    if prompt.row < 0 or not all(0 <= weight < math.inf for weight in weights):
+    if prompt.row < NO_ROW or not all(0 <= weight < math.inf for weight in weights):
         return "its prompt's row or weights cannot be"
     rollout = member.rollout if sample is None else sample.rollout
     if rollout is None:

@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from megatron_opd.buffer.pass_rates import CurriculumState, PassRates
@@ -54,7 +55,9 @@ class CurriculumSource:
         seed: the run's.
         group_size: prompts given out in a row for one problem.
         cursor: the uid of the next prompt.
-        state: of a source that had given out `cursor` prompts; None: no rate is known.
+        state: of a source that had given out `cursor` prompts; None: no rate is known. It may know
+            fewer problems, where some were added since.
+        held: what the group at `cursor` has been given, where it is begun.
     """
 
     def __init__(
@@ -67,42 +70,50 @@ class CurriculumSource:
         group_size: int = 1,
         cursor: int = 0,
         state: CurriculumState | None = None,
+        held: Prompt | None = None,
     ) -> None:
         if state is None:
             groups = -(-cursor // group_size)
             none, zero = np.zeros(problems), np.zeros(problems, np.int32)
             state = CurriculumState(groups, 0, none, zero, [])
-        if len(state.rate_R) != problems:
+        if len(state.rate_R) > problems:
             raise ValueError(
                 f"the curriculum of the checkpoint has {len(state.rate_R)} problems, "
                 f"data.train has {problems}"
             )
         self._source, self._problems, self._config = candidates, problems, config
-        self._seed, self._group_size, self.cursor = seed, group_size, cursor
-        self._rates = PassRates(config, state)
+        self._seed, self.group_size, self.cursor = seed, group_size, cursor
+        added = (0, problems - len(state.rate_R))
+        rate_R, seen_R = np.pad(state.rate_R, added), np.pad(state.seen_R, added)
+        self._rates = PassRates(
+            config, msgspec.structs.replace(state, rate_R=rate_R, seen_R=seen_R)
+        )
         self._looked_at, self._skipped = state.looked_at, state.skipped
         self._candidates = candidates.at(state.looked_at)
         self._current: Prompt | None = None
         if cursor % group_size:  # the last candidate has prompts left to give out
-            self._current = next(candidates.at(state.looked_at - 1))
+            self._current = held or next(candidates.at(state.looked_at - 1))
 
-    def at(self, cursor: int, state: CurriculumState | None = None) -> CurriculumSource:
+    def at(
+        self, cursor: int, state: CurriculumState | None = None, held: Prompt | None = None
+    ) -> CurriculumSource:
         """Return a source of the same problems that continues at `cursor`."""
         return CurriculumSource(
             self._source,
             self._problems,
             self._config,
             seed=self._seed,
-            group_size=self._group_size,
+            group_size=self.group_size,
             cursor=cursor,
             state=state,
+            held=held,
         )
 
     def __iter__(self) -> Iterator[Prompt]:
         return self
 
     def __next__(self) -> Prompt:
-        if self.cursor % self._group_size == 0:
+        if self.cursor % self.group_size == 0:
             self._current = self._chosen()
         assert self._current is not None
         prompt = replace(self._current, uid=self.cursor)

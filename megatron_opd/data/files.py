@@ -103,7 +103,7 @@ def open_rows(
     ValueError (one line): it cannot be read at all.
     """
     if is_source(path):
-        return _ListedRows(list(_called(path)))
+        return _ListedRows(list(called(path)))
     columns = (wanted, required, numbers)
     try:
         if is_data_set(path):
@@ -142,15 +142,20 @@ def is_data_set(path: Path) -> bool:
     return (path / STATE).is_file() or (path / SPLITS).is_file()
 
 
+def files_of(path: Path) -> list[Path]:
+    """Return the files that hold the rows of a data path, in order. ValueError: there are none."""
+    return directory_files(path) if is_data_set(path) else data_files(path)
+
+
 def data_crc32(paths: Iterable[Path]) -> int:
     """Return the checksum of the bytes of data files, in order, or of the rows of sources."""
     crc = 0
     for path in paths:
         if is_source(path):
-            for row in _called(path):
+            for row in called(path):
                 crc = zlib.crc32(json.dumps(row, sort_keys=True, default=str).encode(), crc)
         else:
-            for file in directory_files(path) if is_data_set(path) else data_files(path):
+            for file in files_of(path):
                 crc = _file_crc32(file, crc)
     return crc
 
@@ -162,8 +167,8 @@ def _file_crc32(path: Path, crc: int) -> int:
     return crc
 
 
-def _called(path: Path) -> Iterator[Located]:
-    """Yields the rows of a user's own source: a function that returns the same ones every time."""
+def called(path: Path) -> Iterator[Located]:
+    """Yield the rows of a user's own source: a function that returns the same ones every time."""
     source = load_object(str(path))
     try:
         for number, row in enumerate(source(), start=1):

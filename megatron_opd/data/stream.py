@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
+from megatron_opd.data.epochs import Epochs, Stretch
 from megatron_opd.data.seeds import MIXTURE, derived_seed
 from megatron_opd.types import Prompt
 
@@ -24,11 +25,15 @@ class Source:
     """Holds prompts that are drawn together, epoch after epoch.
 
     weight: the share of the stream's prompts that are drawn from here is weight / sum of weights.
+    stretches: how many of the prompts, from the first one, its epochs have; none: all. sizes: how
+    many there were when the run began, and after each time that some were added; none: all.
     """
 
     name: str
     prompts: tuple[Prompt, ...]
     weight: float = 1.0
+    stretches: tuple[Stretch, ...] = ()
+    sizes: tuple[int, ...] = ()
 
 
 class PromptSource:
@@ -40,7 +45,9 @@ class PromptSource:
     prompt is drawn more than `epochs` times; None: it never ends. `cursor` is the number given out
     so far, and the uid of the next one; a stream built with that cursor continues this one. With
     `shuffle` the order of epoch e of source i is a permutation seeded by (seed, e, i); without,
-    every epoch is in the order of the file.
+    every epoch is in the order of the file. `held`: what the group at `cursor` has been given,
+    where it is begun: its other prompts are the same even if the sources are not. Prompts that were
+    added to a source are numbered (`row`) after all that were there before.
     """
 
     def __init__(
@@ -52,6 +59,7 @@ class PromptSource:
         group_size: int = 1,
         epochs: int | None = None,
         cursor: int = 0,
+        held: Prompt | None = None,
     ) -> None:
         if not sources or not all(source.prompts for source in sources):
             raise ValueError("every source of prompts needs at least one prompt, got none")
@@ -61,25 +69,32 @@ class PromptSource:
             raise ValueError(f"group_size must be >= 1, got {group_size}")
         self._sources = tuple(sources)
         self._seed, self._shuffle = seed, shuffle
-        self._group_size, self._epochs = group_size, epochs
+        self.group_size, self._epochs = group_size, epochs
         self._mixture = _Mixture([source.weight for source in sources], seed)
         self.cursor = cursor
         group, member = divmod(cursor, group_size)
         self._drawn = self._mixture.counts(group)
         """Groups that were drawn from each source so far."""
-        self._first_rows = np.cumsum([0, *(len(source.prompts) for source in sources)]).tolist()
+        whole = [(Stretch(0, 0, len(source.prompts)),) for source in sources]
+        stretches = (source.stretches for source in sources)
+        self._spans = [Epochs(own or all_) for own, all_ in zip(stretches, whole, strict=True)]
+        self._rows = _Rows([source.sizes or (len(source.prompts),) for source in sources])
         self._orders: dict[int, tuple[int, Sequence[int]]] = {}
-        self._prompt = self._draw(group) if member else None
+        self._prompt: Prompt | None = None
+        if member:
+            drawn = self._draw(group)
+            self._prompt = held or drawn
 
-    def at(self, cursor: int) -> PromptSource:
+    def at(self, cursor: int, held: Prompt | None = None) -> PromptSource:
         """Return a source of the same stream that continues at `cursor`."""
         return PromptSource(
             self._sources,
             seed=self._seed,
             shuffle=self._shuffle,
-            group_size=self._group_size,
+            group_size=self.group_size,
             epochs=self._epochs,
             cursor=cursor,
+            held=held,
         )
 
     def alone(self) -> PromptSource:
@@ -90,23 +105,26 @@ class PromptSource:
 
     def epochs_at(self, cursor: int) -> dict[str, float]:
         """Return how often each source was read when `cursor` prompts were given out."""
-        counts = self._mixture.counts(-(-cursor // self._group_size))
-        drawn = zip(self._sources, counts, strict=True)
-        return {source.name: count / len(source.prompts) for source, count in drawn}
+        drawn = zip(self._sources, self._spans, self.drawn_at(cursor), strict=True)
+        return {source.name: span.read(count) for source, span, count in drawn}
+
+    def drawn_at(self, cursor: int) -> list[int]:
+        """Return how many groups each source had begun when `cursor` prompts were given out."""
+        return self._mixture.counts(-(-cursor // self.group_size))
 
     def available(self, most: int) -> int:
         """Return how many prompts the whole stream has, or `most` if it has no fewer."""
         if self._epochs is None:
             return most
-        ends = [self._epochs * len(source.prompts) for source in self._sources]
-        groups = self._mixture.first_beyond(ends, -(-most // self._group_size))
-        return min(most, groups * self._group_size)
+        ends = [span.before(self._epochs) for span in self._spans]
+        groups = self._mixture.first_beyond(ends, -(-most // self.group_size))
+        return min(most, groups * self.group_size)
 
     def __iter__(self) -> Iterator[Prompt]:
         return self
 
     def __next__(self) -> Prompt:
-        group, member = divmod(self.cursor, self._group_size)
+        group, member = divmod(self.cursor, self.group_size)
         if member == 0:
             self._prompt = self._draw(group)
         if self._prompt is None:
@@ -119,15 +137,14 @@ class PromptSource:
         """Return the next prompt of the group's source, None at the end of the stream."""
         index = self._mixture.source_of(group)
         prompts = self._sources[index].prompts
-        epoch, position = divmod(self._drawn[index], len(prompts))
+        epoch, position, count = self._spans[index].place(self._drawn[index])
         if self._epochs is not None and epoch >= self._epochs:
             return None
         self._drawn[index] += 1
-        place = self._order(index, epoch)[position]
-        return replace(prompts[place], row=self._first_rows[index] + place)
+        place = self._order(index, epoch, count)[position]
+        return replace(prompts[place], row=self._rows.of(index, place))
 
-    def _order(self, index: int, epoch: int) -> Sequence[int]:
-        count = len(self._sources[index].prompts)
+    def _order(self, index: int, epoch: int, count: int) -> Sequence[int]:
         if not self._shuffle:
             return range(count)
         held = self._orders.get(index)
@@ -135,6 +152,21 @@ class PromptSource:
             rng = np.random.default_rng((self._seed, epoch, index))
             held = self._orders[index] = (epoch, rng.permutation(count).tolist())
         return held[1]
+
+
+class _Rows:
+    """Finds the numbers of prompts: of all sources those at the beginning, then those added."""
+
+    def __init__(self, sizes: Sequence[Sequence[int]]) -> None:
+        self._sizes_SG = np.array(sizes)
+        added_SG = np.diff(self._sizes_SG, axis=1, prepend=0)
+        ends_GS = np.cumsum(added_SG.T).reshape(added_SG.T.shape)
+        self._offsets_SG = ends_GS.T - self._sizes_SG
+
+    def of(self, index: int, place: int) -> int:
+        """Return the number of the prompt of a source that is at a place of it."""
+        generation = np.searchsorted(self._sizes_SG[index], place, side="right")
+        return int(self._offsets_SG[index, generation]) + place
 
 
 class _Mixture:

@@ -4,13 +4,17 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from megatron_opd.checkpoint.run_lock import Claim
 from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.checkpoint.state_files import write_sums
 from megatron_opd.cli.checkpoints import Checkpoints
+from megatron_opd.cli.train_shape import KeptData, Shape, data_now
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.data.epochs import Stretch
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.evaluation.progress import Progress
 
@@ -60,6 +64,15 @@ async def at(updates: int) -> ControllerState:
     return ControllerState(updates, updates, updates, updates, {}, 0, updates, [])
 
 
+def kept_data(config: Config) -> Any:
+    counts = (1,) * len(config.data.train)
+    weights = tuple(file.weight for file in config.data.train)
+    sources = (1,) if None in weights else counts
+    epochs = tuple((Stretch(0, 0, count),) for count in sources)
+    kept = KeptData(data_now(config), Shape(weights, (counts,), epochs))
+    return msgspec.to_builtins(kept)
+
+
 def save_some(
     config: Config,
     learner: FakeLearner,
@@ -70,12 +83,13 @@ def save_some(
     at_end: int | None = None,
     evaluations: Any = None,
     template: RunTemplate = BEGUN,
+    data: Any = None,
 ) -> Checkpoints:
     """Checkpoints after each of `updates`, as a run would make them.
 
     since: updates of the checkpoint that it was continued from. at_end: those after which it ends
     early. evaluations: which checkpoints they want. template: what it renders chats
-    with.
+    with. data: what it knows of data.train; None: as if every file had one prompt.
     """
     dirs = StepDirs(config.run.dir / "checkpoints")
     config.run.dir.mkdir(exist_ok=True)
@@ -87,9 +101,7 @@ def save_some(
     kept = Checkpoints(*parts, evaluations=evaluations)
 
     async def main() -> None:
-        from megatron_opd.data.files import data_crc32
-
-        extras["train_crc32"] = data_crc32(file.path for file in config.data.train)
+        extras["data"] = data if data is not None else kept_data(config)
         for done in updates:
             if kept.due(done):
                 await kept.after_update(done, lambda done=done: at(done))

@@ -25,6 +25,7 @@ from megatron_opd.cli.prepare import Prepared, prepare
 from megatron_opd.cli.resume import Resumption
 from megatron_opd.cli.roles import run_roles
 from megatron_opd.cli.second_pass import SecondPass
+from megatron_opd.cli.train_shape import Begun, KeptData, Shape
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.evaluation.progress import Progress
@@ -382,9 +383,10 @@ def resumption(directory: Path, engines: Sequence[str], group_size: int) -> Resu
     """A checkpoint to continue from, as far as the script looks at it."""
     (directory / "config.resolved.yaml").write_text("{}")
     extras: dict[str, Any] = {"elapsed_s": 0.0, "wall_s": 0.0, "resumed_at_updates": []}
-    extras |= {"evaluations": Progress().as_json(), "train_crc32": 0}
+    extras |= {"evaluations": Progress().as_json()}
     extras["totals"] = dump_totals(RunTotals(engines, group_size), 0.0)
-    return Resumption(directory / "none", NOTHING_YET, extras, ())
+    begun = Begun(NOTHING_YET, KeptData((), Shape((), (), ())), (), (), accepted=False)
+    return Resumption(directory / "none", NOTHING_YET, extras, (), begun)
 
 
 def in_directory(scene: Scene, directory: Path) -> Scene:

@@ -19,6 +19,8 @@ from megatron_opd.cli.checkpoints import RUN
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.resume import _earlier_changes, _read_extras
 from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.cli.train_shape import read_kept
+from megatron_opd.data.template import RunTemplate
 from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import Evaluated, Progress
 from megatron_opd.learner.state.facts import STATE, read_facts
@@ -62,7 +64,11 @@ def whole() -> dict[str, Any]:
             "resumed_at_updates": [1],
             "evaluations": progress().as_json(),
             "totals": dump_totals(totals(), NOW_S),
-            "train_crc32": 7,
+            "data": {
+                "sums": [[{"size": 9, "crc32": 7}]],
+                "shape": {"weights": [None], "prompts": [[3], [5]], "epochs": [[[0, 0, 3]]]},
+            },
+            "template": RunTemplate().as_json(),
         },
         CHANGES: [{"at_updates": 2, "key": "learner.lr", "before": 1e-5, "after": 2e-5}],
     }
@@ -125,8 +131,8 @@ def oracle(given: tuple[str, bytes], found: Any) -> str | None:
     if name == RUN:
         times = [found["elapsed_s"], found["wall_s"]]
         sound = all(type(t) in (int, float) and math.isfinite(t) and t >= 0 for t in times)
-        whole_numbers = [found["train_crc32"], *found["resumed_at_updates"]]
-        sound = sound and all(type(number) is int for number in whole_numbers)
+        sound = sound and all(type(number) is int for number in found["resumed_at_updates"])
+        read_kept(found["data"])
         return None if sound else "times or updates that are none"
     names = [entry.name for entry in found]
     sound = all(type(entry.size) is int and type(entry.crc32) is int for entry in found)

@@ -16,12 +16,13 @@ from megatron_opd.cli.run_dir import RunDir
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET
+from megatron_opd.data.file_sums import Difference
 from tests.support.kept_states import FakeLearner, at, make_config, save_some
 
 
 def test_what_a_run_kept_must_be_whole(tmp_path: Path) -> None:
     config = make_config(tmp_path)
-    for key in ("train_crc32", "totals", "elapsed_s", "evaluations", "template"):
+    for key in ("data", "totals", "elapsed_s", "evaluations", "template"):
         save_some(config, FakeLearner(), [2])
         step = config.run.dir / "checkpoints" / "step-000002"
         extras = json.loads((step / RUN).read_text())
@@ -66,8 +67,30 @@ def test_what_may_change_and_what_may_not(tmp_path: Path) -> None:
             find_resumption(changed)
     with pytest.raises(UserError, match=r"run\.max_steps must be above the 2 updates"):
         find_resumption(make_config(tmp_path, run={"max_steps": 1}))
-    (tmp_path / "train.jsonl").write_text('{"prompt": "1+2="}\n')
-    with pytest.raises(UserError, match="has changed since the run began"):
+
+
+def test_rows_may_be_added_and_other_changes_of_the_data_must_be_accepted(tmp_path: Path) -> None:
+    config = make_config(tmp_path)
+    save_some(config, FakeLearner(), [2])
+    with pytest.raises(UserError, match=r"--accept-changes: data\.train has not changed"):
+        find_resumption(config, ["data.train"])
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n')
+    found = find_resumption(config)
+    assert found.begun.differences == (Difference.GROWN,)
+    assert found.changes == ()
+    file.write_text('{"prompt": "2+1="}\n')
+    with pytest.raises(UserError, match=r"train\.jsonl has changed since .* --accept-changes data"):
+        find_resumption(config)
+    found = find_resumption(config, ["data.train"])
+    assert found.begun.differences == (Difference.CHANGED,)
+    (change,) = found.changes
+    assert change.line.startswith('resumed at 2 updates with data.train changed from [["19 bytes')
+    assert change.line in found.notes
+    # what a process has in memory is not read again
+    assert find_resumption(config, data_in_memory=True).begun.differences == (Difference.NONE,)
+    file.unlink()
+    with pytest.raises(UserError, match=r"--resume: data\.train: data file not found"):
         find_resumption(config)
 
 
@@ -198,20 +221,20 @@ def test_the_rows_of_evaluations_are_those_that_the_checkpoint_knows(tmp_path: P
     assert rows.read_text() == ""
 
 
-@pytest.mark.parametrize("key", ["evaluations", "template"])
+@pytest.mark.parametrize("key", ["evaluations", "template", "data"])
 def test_damaged_evaluations_and_templates_are_named(tmp_path: Path, key: str) -> None:
     config = make_config(tmp_path)
     save_some(config, FakeLearner(), [2])
     step = config.run.dir / "checkpoints" / "step-000002"
     extras = json.loads((step / RUN).read_text())
-    extras[key] |= {"pending": "none", "clock": "none"}
+    extras[key] |= {"pending": "none", "clock": "none", "sums": "none"}
     (step / RUN).write_text(json.dumps(extras))
     manifest = json.loads((step / "manifest.json").read_text())
     found = sum_file(step, RUN)
     manifest["sizes"][RUN], manifest["crc32"][RUN] = found.size, found.crc32
     (step / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(
-        UserError, match=r"totals, evaluations or template of run\.json are damaged"
+        UserError, match=r"totals, evaluations, template or data of run\.json are damaged"
     ):
         find_resumption(config)
 

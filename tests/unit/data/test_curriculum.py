@@ -130,8 +130,8 @@ def test_a_source_continues_from_its_state(group_size: int, at: int, seed: int, 
 
 
 def test_a_state_of_other_problems_is_refused():
-    with pytest.raises(ValueError, match=r"has 9 problems, data\.train has 10"):
-        make_source().at(0, make_source(problems=9).state)
+    with pytest.raises(ValueError, match=r"has 10 problems, data\.train has 9"):
+        make_source(problems=9).at(0, make_source().state)
 
 
 def test_a_run_that_began_without_a_curriculum_goes_on_where_it_was():

@@ -1,0 +1,234 @@
+"""The order of prompts when a run goes on with more rows than it began with, or others."""
+
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_opd.buffer.pass_rates import CurriculumState
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.train_data import chosen_source, going_on, source_at
+from megatron_opd.cli.train_shape import Begun, KeptData, Shape, read_kept
+from megatron_opd.config.schema import Config
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member
+from megatron_opd.data.file_sums import Difference, Part
+from megatron_opd.data.prompts import PromptSet
+from megatron_opd.types import NO_ROW, Prompt
+
+NONE, GROWN, CHANGED = Difference.NONE, Difference.GROWN, Difference.CHANGED
+SUMS = ((Part(1, 1),), (Part(2, 2),))
+
+
+def config(*, weights: bool, size: int, **data: Any) -> Config:
+    tree = {
+        "run": {"max_steps": 10},
+        "data": {"train": [{"path": "x"}, {"path": "y"}], **data},
+        "student": {"model": "m"},
+        "teacher": {"model": "m"},
+        "rollout": {"group_size": size},
+        "buffer": {"batch_size": 8 * size},
+    }
+    for each, weight in zip(tree["data"]["train"], (1.0, 2.0), strict=True):
+        each |= {"weight": weight} if weights else {}
+    return Config.model_validate(tree)
+
+
+def files(x: int, y: int, names: str = "xy") -> list[PromptSet]:
+    def prompts(name: str, count: int) -> PromptSet:
+        ids = np.arange(3, dtype=np.int32)
+        found = tuple(Prompt(i, f"{name}{i}", ids) for i in range(count))
+        return PromptSet(Path(name), found, count, True, {}, {}, 3)
+
+    return [prompts(names[0], x), prompts(names[1], y)]
+
+
+def state_at(uid: int, **more: Any) -> ControllerState:
+    return msgspec.structs.replace(NOTHING_YET, next_uid=uid, **more)
+
+
+def went_on(
+    settings: Config,
+    train: list[PromptSet],
+    shape: Shape,
+    state: ControllerState,
+    differences: tuple[Difference, Difference],
+    *,
+    accepted: bool = False,
+) -> tuple[Any, Shape, ControllerState, list[str]]:
+    kept = read_kept(msgspec.json.decode(msgspec.json.encode(KeptData(SUMS, shape))))
+    begun = Begun(state, kept, SUMS, differences, accepted)
+    new, state, lines = going_on(settings, train, begun)
+    assert new is not None
+    return chosen_source(settings, train, state, new), new, state, lines
+
+
+def begin(settings: Config, train: list[PromptSet]) -> tuple[Any, Shape]:
+    shape, state, lines = going_on(settings, train, None)
+    assert shape is not None
+    assert lines == []
+    return chosen_source(settings, train, state, shape), shape
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.booleans(),
+    size=st.integers(1, 3),
+    counts=st.tuples(st.integers(1, 6), st.integers(1, 6)),
+    steps=st.lists(
+        st.tuples(st.integers(0, 25), st.integers(0, 4), st.integers(0, 4)), min_size=1, max_size=3
+    ),
+)
+def test_rows_that_were_added_join_at_the_next_epoch(weights, size, counts, steps):
+    """Oracle: every file is drawn epoch by epoch; an epoch has the rows there when it began."""
+    run = config(weights=weights, size=size)
+    source, shape = begin(run, files(*counts))
+    first = [p.text for p in islice(source.at(0), 0, 120, size)]
+    numbers = {p.text: p.row for p in islice(source.at(0), 400)}
+    drawn, uid, there = [], 0, counts
+    history = [(0, counts)]
+    for gap, x, y in steps:
+        drawn += [next(source).text for _ in range(gap)]
+        uid, old = uid + gap, there
+        there = (there[0] + x, there[1] + y)
+        grown = tuple(
+            GROWN if new > before else NONE for new, before in zip(there, old, strict=True)
+        )
+        source, shape, _, lines = went_on(run, files(*there), shape, state_at(uid), grown)
+        assert len(lines) == (x > 0) + (y > 0)
+        history.append((uid, there))
+    drawn += [prompt.text for prompt in islice(source, 200 * size)]
+    groups = [drawn[n : n + size] for n in range(0, len(drawn) - size + 1, size)]
+    assert all(len(set(group)) == 1 for group in groups)
+    texts = [group[0] for group in groups]
+    known = -(-history[1][0] // size)
+    assert texts[:known] == first[:known]
+    for name in ("x", "y") if weights else ("xy",):
+        _check_epochs(name, texts, size, history)
+    again = {p.text: p.row for p in islice(source.at(uid), 600)}
+    assert all(again[text] == row for text, row in numbers.items() if text in again)
+    assert len(set(again.values())) == len(again)
+    assert all(0 <= row < sum(there) for row in again.values())
+
+
+def _check_epochs(name: str, texts: list[str], size: int, history: list[Any]) -> None:
+    own = [(n, text) for n, text in enumerate(texts) if text[0] in name]
+    while own:
+        begins = own[0][0]
+        counts = [counts for uid, counts in history if -(-uid // size) <= begins][-1]
+        rows = {
+            f"{f}{i}"
+            for f, count in zip("xy", counts, strict=True)
+            if f in name
+            for i in range(count)
+        }
+        epoch, own = own[: len(rows)], own[len(rows) :]
+        assert len(epoch) < len(rows) or {text for _, text in epoch} == rows
+
+
+def test_an_epoch_that_is_under_way_keeps_its_order():
+    run = config(weights=False, size=2)
+    source, shape = begin(run, files(5, 4))
+    whole = [(prompt.uid, prompt.text, prompt.row) for prompt in islice(source.at(0), 18)]
+    for uid in range(1, 18):
+        grown, *_ = went_on(run, files(7, 4), shape, state_at(uid), (GROWN, NONE))
+        found = [(prompt.uid, prompt.text, prompt.row) for prompt in islice(grown, 18 - uid)]
+        assert found == whole[uid:]
+        assert {prompt.text for prompt in islice(grown, 22)} >= {"x5", "x6"}
+        assert {prompt.row for prompt in islice(grown.at(18), 22)} == set(range(11))
+
+
+def test_the_data_that_is_the_same_goes_on_as_it_was():
+    run = config(weights=True, size=1)
+    source, shape = begin(run, files(5, 4))
+    again, same, state, lines = went_on(run, files(5, 4), shape, state_at(7), (NONE, NONE))
+    assert (same, state, lines) == (shape, state_at(7), [])
+    expected = [prompt.text for prompt in islice(source.at(7), 50)]
+    assert [prompt.text for prompt in islice(again, 50)] == expected
+
+
+def test_a_mended_row_changes_no_order_and_other_files_go_on():
+    run = config(weights=True, size=1)
+    source, shape = begin(run, files(5, 4))
+    args = (shape, state_at(7), (NONE, CHANGED))
+    mended, _, _, (line,) = went_on(run, files(5, 4, "xz"), *args, accepted=True)
+    assert "data.train y holds other prompts than at the checkpoint: prompts of the epoch" in line
+    expected = [prompt.text.replace("y", "z") for prompt in islice(source.at(7), 50)]
+    assert [prompt.text for prompt in islice(mended, 50)] == expected
+    longer, *_ = went_on(run, files(5, 7, "xz"), *args, accepted=True)
+    found = [prompt.text for prompt in islice(longer, 90)]
+    kept = [text for text in found if text[0] == "x"]
+    more = [prompt.text for prompt in islice(source.at(7), 90)]
+    assert kept == [text for text in more if text[0] == "x"]
+    assert {t for t in found if t[0] == "z"} == {f"z{i}" for i in range(7)}
+
+
+def test_old_rows_that_became_fewer_prompts_are_no_growth():
+    run = config(weights=False, size=1)
+    _, shape = begin(run, files(5, 4))
+    with pytest.raises(UserError, match=r"x has more rows .* but the old ones are other prompts"):
+        went_on(run, files(4, 4), shape, state_at(3), (GROWN, NONE))
+    # another key, which was accepted, makes other prompts of the same rows
+    _, _, _, (line,) = went_on(run, files(4, 4), shape, state_at(3), (NONE, NONE))
+    assert "data.train x holds other prompts" in line
+
+
+def test_a_group_that_is_under_way_keeps_its_prompt():
+    run = config(weights=False, size=3)
+    source, shape = begin(run, files(5, 4))
+    given = list(islice(source, 4))
+    line = [Member(prompt=prompt) for prompt in given]
+    state = state_at(4, line=line)
+    args = (files(6, 6, "ab"), shape, state, (CHANGED, CHANGED))
+    changed, *_ = went_on(run, *args, accepted=True)
+    rest = list(islice(changed, 5))
+    assert [prompt.text for prompt in rest[:2]] == [given[3].text] * 2
+    assert [prompt.uid for prompt in rest] == [4, 5, 6, 7, 8]
+    assert rest[2].text[0] in "ab"
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_pass_rates_are_kept_for_old_rows_and_begin_anew_after_a_change(accepted: bool):
+    curriculum = {"low": 0.2, "high": 0.8}
+    run = config(weights=False, size=2, curriculum=curriculum, task="arithmetic")
+    source, shape = begin(run, files(5, 4))
+    given = list(islice(source, 3))
+    rates = CurriculumState(2, 0, np.full(9, 0.5), np.full(9, 2, np.int32), [(0, 8, 1.0)])
+    state = state_at(3, line=[Member(prompt=each) for each in given], curriculum=rates)
+    differences = (CHANGED, NONE) if accepted else (GROWN, NONE)
+    args = (files(7, 4), shape, state, differences)
+    after, _, state, _ = went_on(run, *args, accepted=accepted)
+    assert len(after.state.rate_R) == 11
+    assert after.state.seen_R.tolist() == ([0] * 11 if accepted else [2] * 9 + [0] * 2)
+    assert after.state.noted == ([] if accepted else [(0, 8, 1.0)])
+    assert after.state.looked_at == 2
+    assert [each.asked.row == NO_ROW for each in state.line] == [accepted] * 3
+    rest = next(after)
+    assert (rest.uid, rest.text) == (3, given[2].text)
+    assert source_at(after, state).cursor == 3
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"prompts": ()},
+        {"prompts": ((5,),)},
+        {"prompts": ((5, 4), (4, 4))},
+        {"epochs": ()},
+        {"epochs": (((1, 0, 9),),)},
+        {"epochs": (((0, 0, 0),),)},
+        {"epochs": (((0, 0, 9), (0, 9, 9)),)},
+        {"weights": (None,)},
+    ],
+)
+def test_counts_that_cannot_be_are_refused(change: dict[str, Any]):
+    _, shape = begin(config(weights=False, size=1), files(5, 4))
+    kept = msgspec.to_builtins(KeptData(SUMS, shape))
+    assert read_kept(kept).shape == shape
+    kept["shape"] |= change
+    with pytest.raises(ValueError, match="counts of training prompts that cannot be"):
+        read_kept(kept)
