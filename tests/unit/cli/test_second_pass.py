@@ -120,8 +120,9 @@ def test_a_model_that_does_not_fit_is_left_out_with_the_reason(
 def test_a_pass_ends_in_time_with_its_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = tiny_qwen2(tmp_path / "model")
     monkeypatch.setattr(second_pass, "LIMIT_S", 0.05)
+    before = set(psutil.Process().children())  # other tests' may live on
     assert scored(model) == SecondPass(None, "it took more than 0.05 s")
-    assert not psutil.Process().children()
+    assert set(psutil.Process().children()) <= before
 
 
 def test_a_server_that_is_given_another_configuration_has_no_second_pass(tmp_path: Path):
