@@ -7,9 +7,10 @@ Where a divergence is planted, student.model holds what the server is to load un
 the learner's checkpoint from then on: so no check of config.json or of tensors stands before the
 bound.
 
+not_judged: runs whose settings have no limits, so that nothing was compared.
 caught: planted divergences whose run ended with exit code 2 before an update. false_alarms: healthy
 runs that did not finish, and `recorded` figures beyond their limits: every layout, number format
-and replay of mismatch_grid.json, each first update of the studies' rows (exact, int8, fp8 and int4
+and replay of mismatch_grid.json, each first update of the studies' rows (exact, int8 and fp8
 samplers), and the 20 updates of each run of routing.json. Models are tiny and random, with peaked
 output; embeddings have the deviation of a trained model's (0.02), on which eps acts.
 
@@ -71,7 +72,9 @@ def outcome(cases: Sequence[Case], kept: dict[str, Tree]) -> Tree:
     planted = [case for case in cases if case.plant is not None and case.name in kept]
     healthy = [case for case in cases if case.plant is None and case.name in kept]
     caught = [case.name for case in planted if is_caught(kept[case.name]["figures"])]
-    alarms = [case.name for case in healthy if not is_finished(kept[case.name]["figures"])]
+    unjudged = [case.name for case in healthy if is_unjudged(kept[case.name]["figures"])]
+    finished = {case.name for case in healthy if is_finished(kept[case.name]["figures"])}
+    alarms = [case.name for case in healthy if case.name not in {*unjudged, *finished}]
     records = recorded()
     return {
         "run_commits": sorted({str(row["commit"]) for row in kept.values()}),
@@ -80,6 +83,7 @@ def outcome(cases: Sequence[Case], kept: dict[str, Tree]) -> Tree:
         "caught": len(caught),
         "not_caught": sorted({case.name for case in planted} - set(caught)),
         "healthy": len(healthy),
+        "not_judged": unjudged,
         "recorded": len(records),
         "false_alarms": alarms + [each["name"] for each in records if not each["within"]],
         "closest": closest(records),
@@ -97,6 +101,11 @@ def is_caught(figures: Tree) -> bool:
 def is_finished(figures: Tree) -> bool:
     """Whether the run made its update within limits."""
     return figures["verdict"] == "within limits" and figures["exit_code"] == 0
+
+
+def is_unjudged(figures: Tree) -> bool:
+    """Whether the run made its update and its settings have no limits."""
+    return figures["verdict"] == "off" and figures["exit_code"] == 0
 
 
 def closest(records: Sequence[Tree]) -> Tree:

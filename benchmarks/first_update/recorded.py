@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_opd.config.schema import Config
-from megatron_opd.metrics.mismatch_limits import Gap, Limits, limits_of
+from megatron_opd.metrics.mismatch_limits import UNBOUNDED, Gap, Limits, limits_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS = ("mismatch", "staleness", "schedules", "findings")
@@ -71,7 +71,7 @@ def _rows() -> Iterator[Tree]:
             curves = row.get("curves", {})
             curve = next((curves[key] for key in MEANS if curves.get(key)), None)
             sampler = _sampler(row["command"])
-            if not curve or curve[0] is None or sampler.get("round_to") == "int3":
+            if not curve or curve[0] is None or sampler.get("round_to") in UNBOUNDED:
                 continue
             started = curves.get("sampler_start_k3_nats") or [None]
             label = f"{study}_rows: {row['name']}"

@@ -212,8 +212,8 @@ class LearnerConfig(Section):
     optimizer step of a run, and of a resumed one, the learner compares its probabilities of the
     tokens that its own version sampled with the servers': means beyond the limits of the number
     formats (docs/mismatch.md) end the run with refuse, print one line with warn; off compares
-    nothing. Nothing is compared with rollout.top_p below 1 or weight_sync.round_to: int3. Costs
-    nothing, as every update measures this."""
+    nothing. Nothing is compared with rollout.top_p below 1 or weight_sync.round_to int4 or int3.
+    Costs nothing, as every update measures this."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW's settings and the course of the learning rate."""
     megatron: dict[str, Any] = Field(default_factory=dict[str, Any])

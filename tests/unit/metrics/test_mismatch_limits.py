@@ -54,7 +54,7 @@ HALVES = {"dtype": "bfloat16"}
         ({"student": HALVES, "learner": REPLAY}, True, False, HALF),
         ({"student": {"quantization": "int8"}}, False, False, QUANTISED),
         ({"student": {"quantization": "fp8"}}, True, False, QUANTISED_FREE),
-        ({"weight_sync": {"round_to": "int4"}}, False, False, QUANTISED),
+        ({"weight_sync": {"round_to": "int8"}}, False, False, QUANTISED),
         ({"learner": {"megatron": {"fp8": "hybrid"}}}, False, True, QUANTISED),
     ],
 )
@@ -78,6 +78,7 @@ def test_a_lower_temperature_widens_the_limits_and_a_higher_one_does_not():
     [
         ({"rollout": {"top_p": 0.9}}, [], "rollout.top_p is 0.9"),
         ({"weight_sync": {"round_to": "int3"}}, [], "weight_sync.round_to is int3"),
+        ({"weight_sync": {"round_to": "int4"}}, [], "weight_sync.round_to is int4"),
         ({}, ["preferred_sampling_params"], "student.extra_args sets preferred_sampling_params"),
     ],
 )
