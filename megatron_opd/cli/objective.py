@@ -18,6 +18,7 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.columns import GroupColumns
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import validate
+from megatron_opd.config.unique_keys import unique_keys
 from megatron_opd.config.wording import line, shown
 from megatron_opd.losses.cache import Cache, Unscored
 from megatron_opd.losses.objective import evaluate
@@ -226,18 +227,10 @@ def _tensor(values: list[float]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object whose keys occur once; json would silently take the second of two values."""
-    for name, _ in pairs:
-        if sum(name == other for other, _ in pairs) > 1:
-            raise ValueError(f"key {shown(name)} is given twice")
-    return dict(pairs)
-
-
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
-        case = json.loads(text, object_pairs_hook=_unique)
+        case = json.loads(text, object_pairs_hook=unique_keys)
     except FileNotFoundError:
         raise UserError(f"case file not found: {path}") from None
     except (OSError, ValueError, RecursionError) as error:

@@ -15,9 +15,10 @@ from typing import Any, TypeVar, cast
 import yaml
 from pydantic import ValidationError
 
-from megatron_opd.config.plain_yaml import DuplicateKey, dump_plain, load_plain
+from megatron_opd.config.plain_yaml import dump_plain, load_plain
 from megatron_opd.config.problems import first_problem
 from megatron_opd.config.section import Section
+from megatron_opd.config.unique_keys import DuplicateKey
 from megatron_opd.config.wording import line, shown
 
 SectionT = TypeVar("SectionT", bound=Section)

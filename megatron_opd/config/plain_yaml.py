@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from megatron_opd.config.unique_keys import DuplicateKey
 from megatron_opd.config.wording import shown
 
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*)")
@@ -23,10 +24,6 @@ _INT_TAG, _FLOAT_TAG = "tag:yaml.org,2002:int", "tag:yaml.org,2002:float"
 _REPLACED = (_INT_TAG, _FLOAT_TAG, "tag:yaml.org,2002:timestamp")
 # Python refuses to read longer ones, and no key takes them.
 _MAX_DIGITS = 400
-
-
-class DuplicateKey(ValueError):
-    """Reports a YAML key that is given twice, of which YAML would silently take the second."""
 
 
 # PyYAML writes these unquoted and reads them as line breaks.

@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from megatron_opd.config.unique_keys import unique_keys
 from megatron_opd.config.wording import shown
 from megatron_opd.data.faults import Unusable
 from megatron_opd.data.values import unicode
@@ -124,13 +125,6 @@ def _loaded(text: str, what: str) -> Given:
 
 def _parsed(text: str, what: str) -> Any:
     try:
-        return json.loads(text, object_pairs_hook=_unique)
+        return json.loads(text, object_pairs_hook=unique_keys)
     except (ValueError, RecursionError):
         raise Unusable("bad_chat", f"{what} is text that is no JSON: {shown(text, 60)}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> Given:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("a key is given twice")
-    return found

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.config.wording import shown
+from megatron_opd.config.unique_keys import DuplicateKey, unique_keys
 from megatron_opd.data.faults import Fault, Unusable
 
 Located = tuple[str, dict[str, Any]]
@@ -113,22 +113,14 @@ def copied(chunks: Iterable[bytes], spool: BinaryIO) -> Iterator[bytes]:
 def json_row(text: str) -> dict[str, Any]:
     """Return the object that a line holds. Raises Unusable."""
     try:
-        row: Any = json.loads(text, object_pairs_hook=_unique)
+        row: Any = json.loads(text, object_pairs_hook=unique_keys)
+    except DuplicateKey as error:
+        raise Unusable("malformed", str(error)) from None
     except (ValueError, RecursionError) as error:
         raise Unusable("malformed", f"malformed JSON ({error})") from None
     if not isinstance(row, dict):
         raise Unusable("malformed", f"must be a JSON object, got {type(row).__name__}")
     return row  # pyright: ignore[reportUnknownVariableType]
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Build an object whose keys occur once; json would silently take the second of two values."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise Unusable("malformed", f"key {shown(twice)} is given twice")
-    return found
 
 
 def value_lines(path: Path, chunks: Iterable[bytes]) -> Iterator[bytes]:

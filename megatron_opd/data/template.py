@@ -19,8 +19,6 @@ CLOCK = "strftime_now"
 """Name by which transformers gives a template the time of the call."""
 DEFAULT, TOOLS = "default", "tool_use"
 """Names that transformers looks for among several templates."""
-CHANCE = ("random", "lipsum")
-"""What Jinja offers a template that comes out otherwise at every call."""
 MAX_BYTES = 2**20
 """Bytes of the largest template file; those of public models have a few thousand."""
 

@@ -17,7 +17,8 @@ from typing import Any, cast
 import yaml
 
 from megatron_opd.checkpoint.run_lock import LOCK, read_holder
-from megatron_opd.config.plain_yaml import DuplicateKey, load_plain
+from megatron_opd.config.plain_yaml import load_plain
+from megatron_opd.config.unique_keys import DuplicateKey
 from megatron_opd.report.appended import AppendedRows
 from megatron_opd.report.state import RunState, run_state
 

@@ -5,7 +5,8 @@ import yaml
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_opd.config.plain_yaml import DuplicateKey, dump_plain, load_plain
+from megatron_opd.config.plain_yaml import dump_plain, load_plain
+from megatron_opd.config.unique_keys import DuplicateKey
 
 
 @pytest.mark.parametrize(
