@@ -1,12 +1,30 @@
 """What is asked of real servers, and what their replies are compared with."""
 
+import asyncio
+import dataclasses
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from transformers import AutoTokenizer
 
-from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
+from megatron_opd.cli.errors import UserError
+from megatron_opd.cli.preflight import check_ends
+from megatron_opd.data.end_tokens import read_end_tokens
+from sglang_bridge.client import ServerClient
+from sglang_bridge.protocol import (
+    RolloutReply,
+    RolloutRequest,
+    ScoreReply,
+    ScoreRequest,
+    ServerEnds,
+    ServerInfo,
+)
+from sglang_bridge.server.launch import ServerProcess
 from tests.support.figures import bounded
 from tests.support.models import VOCAB_SIZE
 from tests.support.oracles import log_softmax, reference_logits, selection_error
@@ -28,6 +46,24 @@ def requests_of(tokens: int, count: int = 24) -> list[RolloutRequest]:
         )
         for i in range(count)
     ]
+
+
+def ends_read_back(server: ServerProcess, model: Path) -> ServerEnds:
+    """What a server says that it ends at, once a run was seen to take that, and nothing else."""
+    key = f"{server.spec.role}.model"
+
+    async def ask() -> ServerInfo:
+        async with ServerClient(server.url, timeout_s=120) as client:
+            return await client.info()
+
+    raw = json.loads((model / "config.json").read_text())
+    tokenizer: Any = AutoTokenizer.from_pretrained(model)
+    eos, added = tokenizer.eos_token_id, tokenizer.get_added_vocab()
+    ours, info = read_end_tokens(model, raw, raw["vocab_size"], eos, added), asyncio.run(ask())
+    check_ends(key, info, ours)
+    with pytest.raises(UserError, match="must end responses at ids"):
+        check_ends(key, info, dataclasses.replace(ours, model=(*ours.model, 7)))
+    return info.ends
 
 
 def span_error(

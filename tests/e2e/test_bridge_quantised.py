@@ -17,14 +17,15 @@ from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, plan_sync, roo
 from megatron_opd.weight_sync.shards import require_as_planned
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.protocol import ServerEnds
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.weights.exchange import send
 from sglang_bridge.weights.formats import Format
 from tests.e2e.conftest import running, tiny_spec
-from tests.e2e.replies import requests_of, span_error
+from tests.e2e.replies import ends_read_back, requests_of, span_error
 from tests.e2e.weight_sync import differing, join, load_tensors, perturbed_copy, shards_of
 from tests.support.figures import bounded
-from tests.support.models import tiny_qwen2, tiny_qwen3_moe
+from tests.support.models import tiny_qwen2, tiny_qwen3_moe, write_tokenizer
 from tests.support.oracles import load_reference
 from tests.support.quantised import dequantised_oracle, held_oracle
 
@@ -49,9 +50,13 @@ CASES = [Case("dense", "fp8", 1, 1), Case("moe", "int8", 4, 2)]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """No file of the dense one names the end <|eom_id|>, which SGLang takes from a tokenizer."""
     base = tmp_path_factory.mktemp("quantised")
+    dense = tiny_qwen2(base / "dense", seed=11, eos_token_id=[1, 500])
+    (dense / "generation_config.json").unlink()
+    write_tokenizer(dense, special="<|eom_id|>")
     return {
-        "dense": tiny_qwen2(base / "dense", seed=11),
+        "dense": dense,
         "moe": tiny_qwen3_moe(base / "moe", seed=12, **WIDE),
     }
 
@@ -89,10 +94,14 @@ def plan_of(model: Path, case: Case) -> SyncPlan:
     return plan_sync(read_model_spec(model), config.learner.parallel, {}, servers, room)
 
 
+ENDS = {"dense": ServerEnds((1, 500), (1, 511)), "moe": ServerEnds((1,), (1,))}
+
+
 def test_a_server_holds_and_receives_quantised_matrices(
     server: ServerProcess, case: Case, models: Mapping[str, Path], tmp_path: Path
 ):
     model = models[case.model]
+    assert ends_read_back(server, model) == ENDS[case.model]
     changed_model = perturbed_copy(model, tmp_path / "changed", scale=0.1, seed=5)
     held, new = (held_oracle(load_tensors(path), case.format) for path in (model, changed_model))
     references = [

@@ -1,21 +1,16 @@
 """Stop strings of a real server: what is returned is what was sampled, up to the string's end."""
 
 import asyncio
-import dataclasses
-import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.preflight import check_ends
-from megatron_opd.data.end_tokens import read_end_tokens
 from sglang_bridge.client import ServerClient
-from sglang_bridge.protocol import RolloutReply, RolloutRequest, ServerEnds, ServerInfo
+from sglang_bridge.protocol import RolloutReply, RolloutRequest, ServerEnds
 from sglang_bridge.server.launch import ServerProcess
-from tests.e2e.replies import span_error
+from tests.e2e.replies import ends_read_back, span_error
 from tests.support.figures import bounded
 from tests.support.oracles import load_reference
 
@@ -45,24 +40,13 @@ def request_of(number: int, name: str) -> RolloutRequest:
 def test_a_server_says_where_it_ends_and_ends_where_it_is_asked_to(
     servers: dict[str, ServerProcess], student_model: Path, teacher_model: Path
 ):
-    """What each file names is in the server's own list, and in ours; a request may name more."""
-    from transformers import AutoTokenizer
+    """What each file names is in the server's own list, and in ours; a request may name more.
 
-    async def info_of(url: str) -> ServerInfo:
-        async with ServerClient(url, timeout_s=120) as client:
-            return await client.info()
-
+    A third server, whose tokenizer names an end that no file does: test_bridge_quantised.py.
+    """
     said = {"student": ServerEnds((1, 511), (1,)), "teacher": ServerEnds((510,), None)}
     for role, model in (("student", student_model), ("teacher", teacher_model)):
-        raw = json.loads((model / "config.json").read_text())
-        tokenizer = AutoTokenizer.from_pretrained(model)
-        eos, added = tokenizer.eos_token_id, tokenizer.get_added_vocab()
-        ours = read_end_tokens(model, raw, raw["vocab_size"], eos, added)
-        info = asyncio.run(info_of(servers[role].url))
-        assert info.ends == said[role]
-        check_ends(role, info, ours)
-        with pytest.raises(UserError, match="must end responses at ids"):
-            check_ends(role, info, dataclasses.replace(ours, model=(*ours.model, 7)))
+        assert ends_read_back(servers[role], model) == said[role]
         whole = generate_all(servers[role].url, [request_of(n, "open") for n in range(COUNT)])
         ids = [reply.output_ids_T.tolist() for reply in whole]
         named = [each[len(each) // 2] for each in ids]

@@ -29,12 +29,17 @@ EOS_TOKEN_ID = 1
 PAD_TOKEN_ID = 0
 
 
-def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE) -> None:
-    """Byte-level tokenizer: ids 0, 1 are <pad>, <eos>, 2..257 are bytes, the rest are unused."""
+def write_tokenizer(path: Path, vocab_size: int = VOCAB_SIZE, special: str | None = None) -> None:
+    """Byte-level tokenizer: ids 0, 1 are <pad>, <eos>, 2..257 are bytes, the rest are unused.
+
+    special: text of a special token besides, which is the last id.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     words = ["<pad>", "<eos>", *alphabet]
     words += [f"<unused{i}>" for i in range(vocab_size - len(words))]
+    words[-1] = special or words[-1]
     tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[]))
+    tokenizer.add_special_tokens([special] if special else [])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
