@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,40 +107,42 @@ def check_families(out: Path, *, models: dict[str, Path], parallel: dict[str, in
     dist.destroy_process_group()
 
 
-def check_cut(out: Path, *, model: Path, parallel: dict[str, int], num_ids: int) -> None:
-    """Log-probs of a cut vocabulary, by logits and by the head's input, against transformers'."""
+def check_cut(out: Path, *, model: Path, parallel: dict[str, int], num_ids: Sequence[int]) -> None:
+    """Log-probs of cut vocabularies, by logits and by the head's input, against transformers'."""
     config = LearnerConfig.model_validate({"dtype": "float32", "parallel": parallel})
     with cpu.install():
         world = init_world(config.parallel, 1, 1, 60.0)
-        spec = replace(read_model_spec(model), cut_to=num_ids)
-        chunks = [wrapped.module for wrapped in build_model(spec, world, config)]
-        load_weights(chunks, spec, world, source_of(model, spec, None))
-        expected = load_file(model / "logits.expected")["logits"][:, :num_ids]
-        expected = expected.double().log_softmax(-1)
-        logits = full_logits(chunks, spec, world)
-        assert logits is not None
-        assert bool((logits[:, num_ids:] == -torch.inf).all())
-        dense = logits.double().log_softmax(-1)[:, :num_ids]
-        install_lean_head(chunks[-1])
-        hidden = full_logits(chunks, spec, world)
-        assert hidden is not None
-        ids_S = torch.arange(len(hidden)) % num_ids
-        rows_S = torch.arange(len(hidden))
-        lean = lean_logp(
-            hidden[:, : spec.hidden_size],
-            head_weight(chunks[-1]),
-            rows_S,
-            ids_S,
-            group=ps.get_tensor_model_parallel_group(),
-            vocab_size=real_vocab_size(chunks[-1]),
-        )
-        gaps = [
-            float((dense - expected).abs().max()),
-            float((lean.logp_N - expected[rows_S, ids_S]).abs().max()),
-        ]
+        gaps = {count: _cut_gaps(model, world, config, count) for count in num_ids}
     if world.rank == 0:
         (out / "result.json").write_text(json.dumps(gaps))
     dist.destroy_process_group()
+
+
+def _cut_gaps(model: Path, world: World, config: LearnerConfig, num_ids: int) -> list[float]:
+    spec = replace(read_model_spec(model), cut_to=num_ids)
+    chunks = [wrapped.module for wrapped in build_model(spec, world, config)]
+    load_weights(chunks, spec, world, source_of(model, spec, None))
+    expected = load_file(model / "logits.expected")["logits"][:, :num_ids]
+    expected = expected.double().log_softmax(-1)
+    logits = full_logits(chunks, spec, world)
+    assert logits is not None
+    assert bool((logits[:, num_ids:] == -torch.inf).all())
+    dense = logits.double().log_softmax(-1)[:, :num_ids]
+    install_lean_head(chunks[-1])
+    hidden = full_logits(chunks, spec, world)
+    assert hidden is not None
+    ids_S = torch.arange(len(hidden)) % num_ids
+    rows_S = torch.arange(len(hidden))
+    lean = lean_logp(
+        hidden[:, : spec.hidden_size],
+        head_weight(chunks[-1]),
+        rows_S,
+        ids_S,
+        group=ps.get_tensor_model_parallel_group(),
+        vocab_size=real_vocab_size(chunks[-1]),
+    )
+    errors = dense - expected, lean.logp_N - expected[rows_S, ids_S]
+    return [float(error.abs().max()) for error in errors]
 
 
 def _equal_to_source(full: FullTensors, path: Path) -> None:

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.dist
 
 
 def test_tensor_parallel_equals_one_rank_for_every_accepted_estimator(tmp_path: Path):
-    """Through gathered logits and through the blockwise operation."""
+    """Through gathered logits and through the blockwise operation, one rank without any id too."""
     expected = accepted()
     result = run_world(objective_jobs.sweep, 2, tmp_path, estimators=expected)
     assert result["estimators"] == len(expected)

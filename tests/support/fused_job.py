@@ -125,34 +125,36 @@ def alone() -> Iterator[dict[str, Any]]:
 
 
 def shared(rank: int, size: int, port: str) -> Iterator[dict[str, Any]]:
-    """Each rank's part of the gradients, of a vocabulary that pads the last rank's."""
+    """Each rank's part of the gradients; the last one has few ids of the vocabulary, or none."""
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= address | {"RANK": str(rank), "WORLD_SIZE": str(size)}
     dist.init_process_group("gloo")
-    ids, per_rank = 37, 20
-    whole = case(18, ids, 9, 120, torch.float32)
-    padded_vH = torch.cat([whole.weight_vH, torch.full((size * per_rank - ids, 9), 7.0)])
-    part = slice(rank * per_rank, (rank + 1) * per_rank)
-    given = whole._replace(weight_vH=padded_vH[part].clone())
-    options: dict[str, Any] = {"group": dist.group.WORLD, "vocab_size": ids, "temperature": 0.7}
-    exact = outcome(dense, exactly(whole), temperature=0.7)
-    exact["grad_weight"] = torch.cat(
-        [exact["grad_weight"], torch.zeros(size * per_rank - ids, 9, dtype=torch.float64)]
-    )[part]
-    found = {}
-    for operation in (fused, blockwise):
-        found[operation] = outcome(operation, given, **options)
-        dist.all_reduce(found[operation]["grad_hidden"])  # the caller's region does it
-    for key, expected in exact.items():
-        yield {
-            "case": f"rank {rank} of {size}",
-            "result": key,
-            "shape": found[fused][key].shape == expected.shape,
-            "finite": bool(torch.isfinite(found[fused][key]).all()),
-            "fused": float((found[fused][key] - expected).abs().max()),
-            "blockwise": float((found[blockwise][key] - expected).abs().max()),
-            "largest": float(expected.abs().max()),
-        }
+    ids = 37
+    for per_rank in (20, ids):
+        whole = case(18, ids, 9, 120, torch.float32)
+        missing = (size * per_rank - ids, 9)
+        padded_vH = torch.cat([whole.weight_vH, torch.full(missing, 7.0)])
+        part = slice(rank * per_rank, (rank + 1) * per_rank)
+        given = whole._replace(weight_vH=padded_vH[part].clone())
+        options: dict[str, Any] = {"group": dist.group.WORLD, "vocab_size": ids, "temperature": 0.7}
+        exact = outcome(dense, exactly(whole), temperature=0.7)
+        exact["grad_weight"] = torch.cat(
+            [exact["grad_weight"], torch.zeros(missing, dtype=torch.float64)]
+        )[part]
+        found = {}
+        for operation in (fused, blockwise):
+            found[operation] = outcome(operation, given, **options)
+            dist.all_reduce(found[operation]["grad_hidden"])  # the caller's region does it
+        for key, expected in exact.items():
+            yield {
+                "case": f"rank {rank} of {size}, {per_rank} rows each",
+                "result": key,
+                "shape": found[fused][key].shape == expected.shape,
+                "finite": bool(torch.isfinite(found[fused][key]).all()),
+                "fused": float((found[fused][key] - expected).abs().max()),
+                "blockwise": float((found[blockwise][key] - expected).abs().max()),
+                "largest": float(expected.abs().max()),
+            }
     dist.destroy_process_group()
 
 

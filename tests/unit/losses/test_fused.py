@@ -76,7 +76,8 @@ def test_no_further_from_float64_than_twice_the_blockwise_path(rows: list[dict[s
 
 def test_ranks_that_share_the_vocabulary(shared_rows: list[dict[str, Any]]):
     cases = {(row["case"], row["result"]) for row in shared_rows}
-    assert cases == {(f"rank {rank} of 2", result) for rank in (0, 1) for result in RESULTS}
+    ranks = [f"rank {rank} of 2, {rows} rows each" for rank in (0, 1) for rows in (20, 37)]
+    assert cases == {(name, result) for name in ranks for result in RESULTS}
     _check(shared_rows)
 
 
