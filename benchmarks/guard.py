@@ -23,7 +23,8 @@ from safetensors.torch import load_file, save_file
 
 from megatron_opd.cli.preflight import read_model
 from megatron_opd.cli.tokenizer_files import load_tokenizer
-from megatron_opd.data.prompts import PromptRules, load_prompts
+from megatron_opd.data.prompt_rules import PromptRules
+from megatron_opd.data.prompts import load_prompts
 from megatron_opd.data.records import Columns
 from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.teacher.guard import TOKENS, Probe, probe

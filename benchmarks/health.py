@@ -28,7 +28,8 @@ from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.config.load import load_config
 from megatron_opd.config.metrics import MetricsConfig
 from megatron_opd.config.schema import Config
-from megatron_opd.data.prompts import PromptRules, load_prompts
+from megatron_opd.data.prompt_rules import PromptRules
+from megatron_opd.data.prompts import load_prompts
 from megatron_opd.data.records import Columns
 from megatron_opd.metrics.opd_health import measure as health_of
 from megatron_opd.rollout.generator import RolloutGenerator

@@ -182,11 +182,14 @@ def data_rows(config: Config, inputs: Inputs, limit: int) -> list[tuple[str, str
     read = [("data.train", found) for found in inputs.train]
     read += [(f"data.{key_of_set(config, name)}", each) for name, each in inputs.heldout.items()]
     for key, found in read:
-        how = f"all {found.rows} rows" if found.whole else f"the first {found.rows} rows"
-        tokens = f"longest prompt {found.longest} tokens, limit {limit}"
+        rows, tally = found.tally.rows, found.tally
+        how = f"all {rows} rows" if found.whole else f"the first {rows} rows"
+        if found.drawn is not None and not found.whole:
+            how = f"{rows} of {len(found.prompts)} rows"
+        tokens = f"longest prompt {tally.longest} tokens, limit {limit}"
         if inputs.checked.tokenizer is None:
             tokens = "not tokenised: no tokenizer on this machine"
-        unusable = sum(found.skipped.values())
+        unusable = sum(tally.skipped.values())
         lines.append((key, f"{found.path}: {how} read, {unusable} to be skipped; {tokens}"))
     return lines
 
@@ -194,7 +197,7 @@ def data_rows(config: Config, inputs: Inputs, limit: int) -> list[tuple[str, str
 def first_prompt_row(inputs: Inputs) -> list[tuple[str, str]]:
     """Return the line of the first prompt, as the student is given it."""
     tokenizer = inputs.checked.tokenizer
-    prompt = next((prompt for found in inputs.train for prompt in found.prompts), None)
+    prompt = next((prompt for found in inputs.train for prompt in found.examples), None)
     if tokenizer is None or prompt is None:
         return []
     return [("first prompt", first_prompt(tokenizer, prompt.token_ids_P.tolist()))]
@@ -211,7 +214,7 @@ def check(
     check_inputs_are_kept(config)
     checked(lambda: transport_kind(config.weight_sync))
     first_rows = None if data else FIRST_ROWS
-    inputs = read_inputs(config, plan=True, first_rows=first_rows, data=data)
+    inputs = read_inputs(config, plan=True, first_rows=first_rows, data=data, judge_all=data)
     models = inputs.checked.models
     if not inputs.absent:  # otherwise the plan is for another machine
         check_place(config.run.dir)

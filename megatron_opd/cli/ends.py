@@ -21,6 +21,7 @@ from megatron_opd.cli.checkpoints import CheckpointFailed
 from megatron_opd.cli.errors import PartGone, RunFailed, UserError
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.health import EngineLost, HealthGuard, ProcessDied, WatchedProcess
+from megatron_opd.data.faults import BadRows
 from megatron_opd.transport.zmq import LearnerError
 from sglang_bridge.errors import (
     BridgeError,
@@ -114,6 +115,8 @@ class Ends:
         error = root_of(error)
         if isinstance(error, LoopFailed) and isinstance(error.cause, UserError):
             error = error.cause
+        if isinstance(error, LoopFailed) and isinstance(error.cause, BadRows):
+            error = UserError(str(error.cause))
         foreseen = isinstance(error, FORESEEN) or self._explained is not None
         told = str(self._explained or error)
         if isinstance(error, UserError):

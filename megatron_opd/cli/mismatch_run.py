@@ -39,7 +39,7 @@ from megatron_opd.cli.roles import STUDENT
 from megatron_opd.cli.servers import server_processes
 from megatron_opd.cli.startup import all_up, join_role
 from megatron_opd.cli.stopping import stopped_by_signals
-from megatron_opd.cli.train_data import sources_of
+from megatron_opd.cli.train_data import drawn_notes, skipped_lines, sources_of, unseen_keys
 from megatron_opd.cli.wiring import make_fleet, watched_engines
 from megatron_opd.config.cluster import LAUNCHED
 from megatron_opd.config.digests import learner_digests
@@ -84,7 +84,7 @@ def prepare(config: Config, num_prompts: int) -> Prepared:
     source = PromptSource(sources, seed=config.run.seed, shuffle=config.data.shuffle)
     notes = list(sampler_gaps(config, models.student.spec))
     notes += rendering_notes(config, models, read)
-    notes += [line for each in read if (line := each.skipped_line) is not None]
+    notes += [*drawn_notes(read), *unseen_keys(config, read), *skipped_lines(read)]
     there = sum(len(each.prompts) for each in read)
     if num_prompts > there:
         notes.append(f"data.train has {there} prompts: some of the {num_prompts} are repeated")

@@ -6,7 +6,7 @@ One function reads it for `opd run` and for `opd check`, so that they cannot dis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import cycle, islice
@@ -22,11 +22,15 @@ from megatron_opd.cli.roles import STUDENT, Role, teacher_roles
 from megatron_opd.cli.sinks import check_sinks
 from megatron_opd.cli.tokenizer_parts import end_notes
 from megatron_opd.cli.train_data import (
+    by_row,
     check_enough,
     chosen_source,
+    drawn_notes,
     going_on,
     lasting,
     seen_problems,
+    skipped_lines,
+    unseen_keys,
 )
 from megatron_opd.cli.train_shape import Begun, Shape
 from megatron_opd.cli.verifiers import check_isolation, row_tasks
@@ -38,7 +42,8 @@ from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.end_tokens import Ending, EndTokens
 from megatron_opd.data.files import is_source
 from megatron_opd.data.judge import Judge
-from megatron_opd.data.prompts import PromptRules, PromptSet, load_prompts
+from megatron_opd.data.prompt_rules import PromptRules
+from megatron_opd.data.prompts import WHOLE_BYTES, PromptFile, PromptSet
 from megatron_opd.data.records import Columns
 from megatron_opd.data.response_text import ResponseText
 from megatron_opd.data.shards import is_there
@@ -55,14 +60,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ResultT = TypeVar("ResultT")
-OPTIONAL_KEYS = (
-    "max_new_tokens_key",
-    "stop_key",
-    "task_key",
-    "reward_weight_key",
-    "teacher_weight_key",
-)
-"""Keys of data that name columns which a row may lack, but not every row."""
 TRAIN = "train"
 
 
@@ -96,14 +93,14 @@ class Prepared:
     verifier. decode: turns token ids into text. probes: training prompts by teacher, to look at its
     scores before the run. ends: the ids that end a response of every role's model. ending: what
     ends a response of the run, besides its row's own strings. template: what chats are rendered
-    with. prompts_skipped: rows of the training files that cannot be used, by cause. notes: for the
-    terminal. shape: of the training files. state: what the controller continues from.
+    with. train: the files that prompts are drawn from. notes: for the terminal. shape: of the
+    training files. state: what the controller continues from.
     """
 
     student: ModelFacts
     vocab_sizes: Mapping[Role, int]
     prompts: PromptSource | CurriculumSource
-    prompts_skipped: dict[str, int]
+    train: tuple[PromptSet, ...]
     heldout: Mapping[str, tuple[Prompt, ...]]
     judge: Judge | None
     decode: Decode
@@ -114,6 +111,20 @@ class Prepared:
     notes: tuple[str, ...] = ()
     shape: Shape | None = None
     state: ControllerState = NOTHING_YET
+
+    @property
+    def prompts_skipped(self) -> dict[str, int]:
+        """Returns how many rows of the training files cannot be used, by cause, of those judged."""
+        return dict(sum((Counter(each.tally.skipped) for each in self.train), Counter[str]()))
+
+    def drawn_lines(self, config: Config) -> list[str]:
+        """Return what the rows that were read when they were drawn have shown."""
+        drawn = [each for each in self.train if each.drawn is not None]
+        lines = skipped_lines(drawn)
+        for name, problems in self.heldout.items():
+            path = config.data.heldout[name].file
+            lines += seen_problems(drawn, key_of_set(config, name), path, problems)
+        return lines
 
 
 def checked(load: Callable[[], ResultT]) -> ResultT:
@@ -132,13 +143,14 @@ def read_inputs(
     plan: bool = False,
     first_rows: int | None = None,
     data: bool = True,
+    judge_all: bool = False,
 ) -> Inputs:
     """Check the models and read the data as a run will. Raises UserError.
 
     kept: what the run has rendered chats with so far; begun: what it goes on from; None: it begins.
     plan: where a model's weights are not on this machine, check as far as its files go, and let a
     data file be elsewhere too, unless `data` asks for it. first_rows: rows of each data file to
-    read; None: all.
+    read; None: all. judge_all: judge those now, too, that are read when they are drawn.
     """
     checked(lambda: check_sinks(config))
     checked(lambda: get_task(config.data.task))
@@ -153,21 +165,25 @@ def read_inputs(
     absent = list(models.absent)
     elsewhere = bool(models.absent) and not data
     gone = [file.path for file in config.data.train if elsewhere and not _is_here(file.path)]
-    train = () if gone else read_train(config, models, first_rows)
-    shape, state, changed_data = going_on(config, train, begun)
-    if train:
-        check_enough(config, train, shape)
-    absent += [f"data.train {path}: not here" for path in gone]
     heldout: dict[str, PromptSet] = {}
     for name, each in config.data.heldout.items() if wanted else ():
         key = key_of_set(config, name)
         if elsewhere and not _is_here(each.file):
             absent.append(f"data.{key} {each.file}: not here")
         else:
-            heldout[name] = read_prompts(config, key, each.file, models, first_rows)
+            heldout[name] = read_heldout(config, name, models, first_rows)
+    watched = frozenset(prompt.text for each in heldout.values() for prompt in each.examples)
+    train = ()
+    if not gone:
+        how = HowRead(first_rows, by_row(begun), judge_all, watched)
+        train = read_train(config, models, how)
+    unseen = unseen_keys(config, train) if train else []
+    shape, state, changed_data = going_on(config, train, begun)
+    if train:
+        check_enough(config, train, shape)
+    absent += [f"data.train {path}: not here" for path in gone]
     judge = None if models.tokenizer is None else make_judge(config, models.tokenizer)
     every = (*train, *heldout.values())
-    skipped = [line for each in every if (line := each.skipped_line) is not None]
     said = (
         *notes(config),
         *gaps,
@@ -181,13 +197,15 @@ def read_inputs(
         ),
         *changed,
         *rendering_notes(config, models, every),
-        *skipped,
+        *drawn_notes(train),
+        *unseen,
+        *skipped_lines(every),
         *changed_data,
         *lasting(config, train, shape),
         *(
             line
             for name, each in heldout.items()
-            for line in seen_problems(train, key_of_set(config, name), each)
+            for line in seen_problems(train, key_of_set(config, name), each.path, each.examples)
         ),
     )
     return Inputs(models, train, heldout, judge, tuple(absent), said, shape, state)
@@ -215,31 +233,51 @@ def _is_here(path: Path) -> bool:
     return is_there(path) or is_source(path)
 
 
+@dataclass(frozen=True, slots=True)
+class HowRead:
+    """Says how training data is read.
+
+    first_rows: of each file; None: all. by_row: each row when it is drawn; None: if they are large.
+    judge_all: judge all rows at once even then. watched: texts to look for.
+    """
+
+    first_rows: int | None = None
+    by_row: bool | None = None
+    judge_all: bool = False
+    watched: Collection[str] = ()
+
+
 def read_train(
-    config: Config, models: CheckedModels, first_rows: int | None = None
+    config: Config, models: CheckedModels, how: HowRead | None = None
 ) -> tuple[PromptSet, ...]:
     """Load every file of data.train, in order. Raises UserError."""
-    files = [file.path for file in config.data.train]
-    found = tuple(read_prompts(config, TRAIN, path, models, first_rows) for path in files)
-    unseen = frozenset.intersection(*(each.unseen for each in found))
-    for key in OPTIONAL_KEYS:
-        name = getattr(config.data, key)
-        if name in unseen and all(each.whole for each in found):
-            raise UserError(
-                f"data.{key} must name a column of data.train, got {name!r}, which no row has; "
-                "leave it null"
-            )
-    return found
+    how, rules = how or HowRead(), prompt_rules(config, models, heldout=False)
+    files = [opened(TRAIN, file.path, rules, how.watched) for file in config.data.train]
+    large = sum(file.rows.num_bytes for file in files) > WHOLE_BYTES
+    if large if how.by_row is None else how.by_row:
+        drawn = (
+            partial(file.drawable, models.tokenizer, judge_all=how.judge_all) for file in files
+        )
+        return tuple(checked(each) for each in drawn)
+    loaded = (partial(file.loaded, models.tokenizer, how.first_rows) for file in files)
+    return tuple(checked(each) for each in loaded)
 
 
-def read_prompts(
-    config: Config, key: str, path: Path, models: CheckedModels, first_rows: int | None = None
+def read_heldout(
+    config: Config, name: str, models: CheckedModels, first_rows: int | None = None
 ) -> PromptSet:
-    """Load data.train or a set of data.heldout, as `key` says. Raises UserError."""
+    """Load a set of data.heldout, of a large file only the problems needed. Raises UserError."""
+    path, rules = config.data.heldout[name].file, prompt_rules(config, models, heldout=True)
+    file = opened(key_of_set(config, name), path, rules)
+    enough = config.heldout[name].problems if file.rows.num_bytes > WHOLE_BYTES else None
+    return checked(partial(file.loaded, models.tokenizer, first_rows, enough))
+
+
+def opened(key: str, path: Path, rules: PromptRules, watched: Collection[str] = ()) -> PromptFile:
+    """Open a file of the key below `data`. Raises UserError."""
     if not _is_here(path):
         raise UserError(f"data.{key}: data file not found: {path}")
-    rules = prompt_rules(config, models, heldout=key != TRAIN)
-    return checked(partial(load_prompts, path, models.tokenizer, rules, first_rows=first_rows))
+    return checked(partial(PromptFile.open, path, rules, watched))
 
 
 def prompt_rules(config: Config, models: CheckedModels, *, heldout: bool) -> PromptRules:
@@ -325,7 +363,7 @@ def prepare(
     """
     inputs = read_inputs(config, kept=kept, begun=begun)
     train = inputs.train
-    every = [prompt for each in train for prompt in each.prompts]
+    every = [prompt for each in train for prompt in each.examples]
     settings = config.heldout
     tokenizer = inputs.checked.tokenizer
     assert tokenizer is not None, "a run has the student's tokenizer"
@@ -333,9 +371,10 @@ def prepare(
         student=inputs.checked.student,
         vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.items()},
         prompts=checked(lambda: chosen_source(config, train, inputs.state, inputs.shape)),
-        prompts_skipped=dict(sum((Counter(each.skipped) for each in train), Counter[str]())),
+        train=train,
         heldout={
-            name: found.prompts[: settings[name].problems] for name, found in inputs.heldout.items()
+            name: found.examples[: settings[name].problems]
+            for name, found in inputs.heldout.items()
         },
         judge=inputs.judge,
         decode=make_decode(tokenizer),

@@ -102,7 +102,7 @@ def rendering_notes(config: Config, models: CheckedModels, every: Sequence[Promp
         )
     else:
         found = frame_notes(models.tokenizer)
-    return found + [line for each in every for line in each.marked_lines]
+    return found + [line for each in every for line in each.tally.marked_lines]
 
 
 def template_notes(

@@ -179,6 +179,7 @@ class RunUpdates(RunStart):
                     await self.controller.run()
             await while_alive(guard, kept.finish())
         self._say(*used_up(config, self.controller.accounting.updates))
+        self._say(*self.prepared.drawn_lines(config))
 
     def _new_judge(self, remote: RemoteLearner) -> MismatchJudge:
         """Return what judges the first update from here on."""

@@ -6,7 +6,7 @@ that has begun; what changes more than that was accepted by the user, and is tol
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -18,6 +18,7 @@ from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.cli.errors import UserError
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import ControllerState, Member
+from megatron_opd.data.drawn import DrawnPrompts
 from megatron_opd.data.epochs import Epochs, Stretch
 from megatron_opd.data.file_sums import Difference, Part, sums_of
 from megatron_opd.data.prompts import PromptSet
@@ -31,12 +32,14 @@ class Shape(msgspec.Struct, frozen=True):
     """Says how many prompts the files of data.train have.
 
     weights: of the files. prompts: of each file, when the run began and after every time that some
-    were added. epochs: of each source that prompts are drawn from.
+    were added. epochs: of each source that prompts are drawn from. by_row: whether every row counts
+    as a prompt, because rows are read when they are drawn.
     """
 
     weights: tuple[float | None, ...]
     prompts: tuple[tuple[int, ...], ...]
     epochs: tuple[tuple[Stretch, ...], ...]
+    by_row: bool = False
 
 
 class KeptData(msgspec.Struct, frozen=True):
@@ -112,7 +115,7 @@ def first_shape(config: Config, train: Sequence[PromptSet]) -> Shape:
     """Return the shape of the data of a run that begins."""
     counts = tuple(len(each.prompts) for each in train)
     epochs = tuple((Stretch(0, 0, count),) for count in _of_sources(config, counts))
-    return Shape(_weights(config), (counts,), epochs)
+    return Shape(_weights(config), (counts,), epochs, _by_row(train))
 
 
 def shape_after(
@@ -125,7 +128,7 @@ def shape_after(
     """
     old = begun.kept.shape
     counts = tuple(len(each.prompts) for each in train)
-    weights, before = _weights(config), old.prompts[-1]
+    weights, before, by_row = _weights(config), old.prompts[-1], _by_row(train)
     if len(before) != len(counts):
         before = counts  # nothing to compare with: all of them are other files
     if weights != old.weights and {*weights, *old.weights} != {None}:
@@ -134,7 +137,8 @@ def shape_after(
             for there, count in zip(drawn, _of_sources(config, counts), strict=True)
         )
         line = f"{TRAIN_KEY} has other files or weights: all of its epochs begin anew; {COST}"
-        return Shape(weights, (counts,), epochs), _without_rates(begun.state, sum(counts)), [line]
+        state = msgspec.structs.replace(_without_rates(begun.state, sum(counts)), passed=[])
+        return Shape(weights, (counts,), epochs, by_row), state, [line]
     differences = [
         _difference(*each) for each in zip(begun.differences, before, counts, strict=True)
     ]
@@ -161,27 +165,40 @@ def shape_after(
     )
     if changed:
         line = f"{TRAIN_KEY} {names} holds other prompts than at the checkpoint: {COST}"
-        return Shape(weights, (counts,), epochs), _without_rates(begun.state, sum(counts)), [line]
+        state = _without_rates(begun.state, sum(counts))
+        return Shape(weights, (counts,), epochs, by_row), state, [line]
     if counts == before:
-        return Shape(weights, old.prompts, epochs), begun.state, []
+        return Shape(weights, old.prompts, epochs, by_row), begun.state, []
     lines = [
         f"{TRAIN_KEY} {file.path} has {now - then} more prompts than at the checkpoint: they join "
         "when its next epoch begins"
         for file, then, now in zip(config.data.train, before, counts, strict=True)
         if now > then
     ]
-    return Shape(weights, (*old.prompts, counts), epochs), begun.state, lines
+    return Shape(weights, (*old.prompts, counts), epochs, by_row), begun.state, lines
 
 
-def joined(train: Sequence[PromptSet], shape: Shape) -> tuple[Prompt, ...]:
+def joined(train: Sequence[PromptSet], shape: Shape) -> DrawnPrompts | tuple[Prompt, ...]:
     """Return the prompts of all files: those when the run began, then those that were added."""
     generations = pairwise(((0,) * len(train), *shape.prompts))
-    return tuple(
-        prompt
+    parts = [
+        (each, start, end)
         for starts, ends in generations
         for each, start, end in zip(train, starts, ends, strict=True)
-        for prompt in each.prompts[start:end]
-    )
+    ]
+    if shape.by_row:
+        return drawn_of(parts)
+    return tuple(prompt for each, start, end in parts for prompt in each.examples[start:end])
+
+
+def drawn_of(parts: Iterable[tuple[PromptSet, int, int]]) -> DrawnPrompts:
+    """Return prompts of files whose rows are read when they are drawn; parts: see DrawnPrompts."""
+    rows = ((each.drawn, start, end) for each, start, end in parts)
+    return DrawnPrompts((each, start, end) for each, start, end in rows if each is not None)
+
+
+def _by_row(train: Sequence[PromptSet]) -> bool:
+    return any(each.drawn is not None for each in train)
 
 
 def _difference(files: Difference, before: int, now: int) -> Difference:

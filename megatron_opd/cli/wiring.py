@@ -379,6 +379,7 @@ def make_controller(
         rollout, teacher = _sampling_here(config, prepared, fleets, pool)
     ports = Ports(
         prompts=prepared.prompts,
+        passed=lambda: prepared.prompts.passed,
         rollout=rollout,
         teacher=teacher,
         learner=BatchLearner(config, learner, pool, judge),

@@ -140,6 +140,7 @@ class Pipeline(ABC):
             scored_in_groups=scored,
             spread=None if self._filter is None else self._filter.state,
             curriculum=None if curriculum is None else curriculum.state,
+            passed=self._ports.passed(),
         )
 
     def _whole(self, found: Prompt | AnyRollout | AnySample) -> Awaitable[Place]:

@@ -211,7 +211,7 @@ class Keeper(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Holds the controller's neighbours."""
+    """Holds the controller's neighbours. passed: what the prompts passed over, see PromptSource."""
 
     prompts: Iterable[Prompt]
     rollout: RolloutEngine
@@ -223,3 +223,4 @@ class Ports:
     keeper: Keeper | None = None
     curriculum: Curriculum | None = None
     store: SampleStore | None = None
+    passed: Callable[[], list[list[int]]] = list

@@ -56,7 +56,7 @@ class ControllerState(msgspec.Struct, frozen=True):
     version: live on every engine. next_uid: the first prompt that was not considered yet. line: in
     admission order. broken_groups, scored_in_groups: see buffer/groups.py. spread: of a filter, see
     buffer/spread.py. curriculum: see
-    buffer/pass_rates.py.
+    buffer/pass_rates.py. passed: rows that could not be used, by source, see data/stream.py.
     """
 
     updates: int
@@ -71,6 +71,7 @@ class ControllerState(msgspec.Struct, frozen=True):
     scored_in_groups: dict[int, int] = {}
     spread: SpreadState | None = None
     curriculum: CurriculumState | None = None
+    passed: list[list[int]] = []
     format: int = FORMAT
 
 

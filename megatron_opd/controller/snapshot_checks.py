@@ -34,6 +34,8 @@ def state_fault(state: ControllerState) -> str | None:
     uids = [member.uid for member in state.line]
     if min(uids, default=0) < 0 or any(a >= b for a, b in pairwise([*uids, state.next_uid])):
         return "the line is not in order of admission"
+    if any(min(own, default=0) < 0 or sorted(own) != own for own in state.passed):
+        return "the rows passed over are not in order"
     return _spread_fault(state.spread) or _curriculum_fault(state.curriculum, state.line)
 
 

@@ -12,7 +12,7 @@ one in the band.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -36,7 +36,17 @@ class Candidates(Protocol):
         """Return the next candidate."""
         ...
 
-    def at(self, cursor: int) -> Candidates:
+    @property
+    def passed(self) -> list[list[int]]:
+        """Returns what it passed over, see PromptSource."""
+        ...
+
+    def at(
+        self,
+        cursor: int,
+        held: Prompt | None = None,
+        passed: Sequence[Sequence[int]] | None = None,
+    ) -> Candidates:
         """Return a source of the same stream that continues at `cursor`."""
         ...
 
@@ -58,6 +68,7 @@ class CurriculumSource:
         state: of a source that had given out `cursor` prompts; None: no rate is known. It may know
             fewer problems, where some were added since.
         held: what the group at `cursor` has been given, where it is begun.
+        passed: what the candidates had passed over; None: as they have.
     """
 
     def __init__(
@@ -71,6 +82,7 @@ class CurriculumSource:
         cursor: int = 0,
         state: CurriculumState | None = None,
         held: Prompt | None = None,
+        passed: Sequence[Sequence[int]] | None = None,
     ) -> None:
         if state is None:
             groups = -(-cursor // group_size)
@@ -89,13 +101,17 @@ class CurriculumSource:
             config, msgspec.structs.replace(state, rate_R=rate_R, seen_R=seen_R)
         )
         self._looked_at, self._skipped = state.looked_at, state.skipped
-        self._candidates = candidates.at(state.looked_at)
+        self._candidates = candidates.at(state.looked_at, passed=passed)
         self._current: Prompt | None = None
         if cursor % group_size:  # the last candidate has prompts left to give out
-            self._current = held or next(candidates.at(state.looked_at - 1))
+            self._current = held or next(candidates.at(state.looked_at - 1, passed=passed))
 
     def at(
-        self, cursor: int, state: CurriculumState | None = None, held: Prompt | None = None
+        self,
+        cursor: int,
+        state: CurriculumState | None = None,
+        held: Prompt | None = None,
+        passed: Sequence[Sequence[int]] | None = None,
     ) -> CurriculumSource:
         """Return a source of the same problems that continues at `cursor`."""
         return CurriculumSource(
@@ -107,6 +123,7 @@ class CurriculumSource:
             cursor=cursor,
             state=state,
             held=held,
+            passed=passed,
         )
 
     def __iter__(self) -> Iterator[Prompt]:
@@ -137,7 +154,12 @@ class CurriculumSource:
 
     def epochs_at(self, cursor: int) -> dict[str, float]:
         """Return how often each file was read by now, what was passed over included."""
-        return self._source.epochs_at(self._looked_at)
+        return self._candidates.epochs_at(self._looked_at)
+
+    @property
+    def passed(self) -> list[list[int]]:
+        """Returns what the candidates have passed over."""
+        return self._candidates.passed
 
     def columns(self) -> dict[str, float | int | None]:
         """Return what metrics.jsonl shows of it."""

@@ -20,6 +20,10 @@ class Fault:
         return f"{self.where}: {self.what}"
 
 
+class BadRows(ValueError):
+    """Reports in one line why a run cannot go on with the rows that it draws."""
+
+
 class Unusable(Exception):
     """Reports a fault of the row that is being read, to whoever knows where the row is."""
 

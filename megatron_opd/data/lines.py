@@ -52,14 +52,13 @@ class LineRows:
             found.append(size + starts)
             size, lines = size + len(content), lines + len(starts)
         self.num_bytes = size
-        starts = np.concatenate(found) if found else np.zeros(0, np.int64)
-        ends = np.append(starts[1:], size)[: len(starts)]
-        self._starts, self._ends = starts, ends
+        bounds = np.concatenate([*found, np.array([size])])
+        self._starts, self._ends = bounds[:-1], bounds[1:]
         self._lines: npt.NDArray[np.int64] | None = None
         blank = [int(n) for each in odd for n in each if self._is_blank(int(n))]
         if blank:
             kept = np.delete(np.arange(lines), blank)
-            self._starts, self._ends, self._lines = starts[kept], ends[kept], kept
+            self._starts, self._ends, self._lines = bounds[kept], bounds[kept + 1], kept
 
     def __len__(self) -> int:
         return len(self._starts)

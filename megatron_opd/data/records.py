@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.files import located_rows
+from megatron_opd.data.lines import Located
 from megatron_opd.data.messages import read_chat
 from megatron_opd.data.values import (
     read_answer,
@@ -95,21 +96,24 @@ class Columns:
         record |= {key: read_task(row, key, allowed) for key, allowed in self.tasks.items()}
         return record | {key: read_name(row, key) for key in self.names}
 
+    def checked(self, row: Located | Fault) -> tuple[str, Record] | Fault:
+        """Return (where, record) of a row, or its fault."""
+        if isinstance(row, Fault):
+            return row
+        where, values = row
+        try:
+            return where, self.record(values)
+        except Unusable as error:
+            return error.at(where)
+
 
 def scan_records(path: Path, columns: Columns) -> Iterator[tuple[str, Record] | Fault]:
-    """Yield (file:line, record) or the fault of every row. Blank JSONL lines are not rows.
+    """Return (file:line, record) or the fault of every row. Blank JSONL lines are not rows.
 
     path: see located_rows. Raises ValueError (one line) for what cannot be read at all.
     """
-    for row in located_rows(path, columns.wanted, columns.required, columns.numbers):
-        if isinstance(row, Fault):
-            yield row
-            continue
-        where, values = row
-        try:
-            yield where, columns.record(values)
-        except Unusable as error:
-            yield error.at(where)
+    rows = located_rows(path, columns.wanted, columns.required, columns.numbers)
+    return (columns.checked(row) for row in rows)
 
 
 def read_records(path: Path, texts: Sequence[str]) -> list[dict[str, str]]:

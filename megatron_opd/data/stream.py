@@ -6,18 +6,35 @@ resumed at a cursor continues exactly where the first one stopped.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_opd.data.epochs import Epochs, Stretch
+from megatron_opd.data.faults import BadRows
 from megatron_opd.data.seeds import MIXTURE, derived_seed
 from megatron_opd.types import Prompt
 
 BLOCK = 1024
 """Prompts whose sources are drawn by one generator: finding the n-th draws n / BLOCK times."""
+AHEAD = 128
+"""Prompts that a source is told of before they are drawn."""
+
+
+class Prompts(Protocol):
+    """Gives the prompts of a source by their place."""
+
+    def __len__(self) -> int:
+        """Return how many places there are."""
+        ...
+
+    def __getitem__(self, place: int, /) -> Prompt | None:
+        """Return the prompt there, None where it cannot be used."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +44,15 @@ class Source:
     weight: the share of the stream's prompts that are drawn from here is weight / sum of weights.
     stretches: how many of the prompts, from the first one, its epochs have; none: all. sizes: how
     many there were when the run began, and after each time that some were added; none: all.
+    expect: is told which places are drawn next, in order.
     """
 
     name: str
-    prompts: tuple[Prompt, ...]
+    prompts: Prompts
     weight: float = 1.0
     stretches: tuple[Stretch, ...] = ()
     sizes: tuple[int, ...] = ()
+    expect: Callable[[Sequence[int]], None] | None = None
 
 
 class PromptSource:
@@ -60,8 +79,9 @@ class PromptSource:
         epochs: int | None = None,
         cursor: int = 0,
         held: Prompt | None = None,
+        passed: Sequence[Sequence[int]] = (),
     ) -> None:
-        if not sources or not all(source.prompts for source in sources):
+        if not sources or not all(len(source.prompts) for source in sources):
             raise ValueError("every source of prompts needs at least one prompt, got none")
         if cursor < 0:
             raise ValueError(f"cursor must be >= 0, got {cursor}")
@@ -79,14 +99,28 @@ class PromptSource:
         stretches = (source.stretches for source in sources)
         self._spans = [Epochs(own or all_) for own, all_ in zip(stretches, whole, strict=True)]
         self._rows = _Rows([source.sizes or (len(source.prompts),) for source in sources])
-        self._orders: dict[int, tuple[int, Sequence[int]]] = {}
+        self._orders: dict[int, tuple[int, int, npt.NDArray[np.integer[Any]]]] = {}
+        self._passed = [list(own) for own in passed or ((),) * len(sources)]
         self._prompt: Prompt | None = None
         if member:
             drawn = self._draw(group)
             self._prompt = held or drawn
 
-    def at(self, cursor: int, held: Prompt | None = None) -> PromptSource:
-        """Return a source of the same stream that continues at `cursor`."""
+    @property
+    def passed(self) -> list[list[int]]:
+        """Returns which places were passed over, see `PromptSource`."""
+        return [list(own) for own in self._passed]
+
+    def at(
+        self,
+        cursor: int,
+        held: Prompt | None = None,
+        passed: Sequence[Sequence[int]] | None = None,
+    ) -> PromptSource:
+        """Return a source of the same stream that continues at `cursor`.
+
+        passed: until then, or for longer; None: as here.
+        """
         return PromptSource(
             self._sources,
             seed=self._seed,
@@ -95,12 +129,17 @@ class PromptSource:
             epochs=self._epochs,
             cursor=cursor,
             held=held,
+            passed=self._passed if passed is None else passed,
         )
 
     def alone(self) -> PromptSource:
         """Return a source of the same problems from its begin, each prompt given out once."""
         return PromptSource(
-            self._sources, seed=self._seed, shuffle=self._shuffle, epochs=self._epochs
+            self._sources,
+            seed=self._seed,
+            shuffle=self._shuffle,
+            epochs=self._epochs,
+            passed=self._passed,
         )
 
     def epochs_at(self, cursor: int) -> dict[str, float]:
@@ -109,11 +148,16 @@ class PromptSource:
         return {source.name: span.read(count) for source, span, count in drawn}
 
     def drawn_at(self, cursor: int) -> list[int]:
-        """Return how many groups each source had begun when `cursor` prompts were given out."""
-        return self._mixture.counts(-(-cursor // self.group_size))
+        """Return how many places of each source were met when `cursor` prompts were given out."""
+        groups = self._mixture.counts(-(-cursor // self.group_size))
+        met = zip(groups, self._passed, strict=True)
+        return [count + bisect_left(passed, count) for count, passed in met]
 
     def available(self, most: int) -> int:
-        """Return how many prompts the whole stream has, or `most` if it has no fewer."""
+        """Return how many prompts the whole stream has, or `most` if it has no fewer.
+
+        Places that are passed over count.
+        """
         if self._epochs is None:
             return most
         ends = [span.before(self._epochs) for span in self._spans]
@@ -136,22 +180,34 @@ class PromptSource:
     def _draw(self, group: int) -> Prompt | None:
         """Return the next prompt of the group's source, None at the end of the stream."""
         index = self._mixture.source_of(group)
-        prompts = self._sources[index].prompts
-        epoch, position, count = self._spans[index].place(self._drawn[index])
-        if self._epochs is not None and epoch >= self._epochs:
-            return None
-        self._drawn[index] += 1
-        place = self._order(index, epoch, count)[position]
-        return replace(prompts[place], row=self._rows.of(index, place))
+        source, passed = self._sources[index], self._passed[index]
+        given = self._drawn[index]
+        for _ in range(2 * len(source.prompts)):  # a whole epoch, wherever this one stands
+            number = given + bisect_right(passed, given)
+            epoch, position, count = self._spans[index].place(number)
+            if self._epochs is not None and epoch >= self._epochs:
+                return None
+            order = self._order(index, epoch, count)
+            if source.expect is not None:
+                source.expect(order[position : position + AHEAD].tolist())
+            place = int(order[position])
+            prompt = source.prompts[place]
+            if prompt is not None:
+                self._drawn[index] += 1
+                return replace(prompt, row=self._rows.of(index, place))
+            insort(passed, given)
+        raise BadRows(f"{source.name}: none of its {len(source.prompts)} rows can be used")
 
-    def _order(self, index: int, epoch: int, count: int) -> Sequence[int]:
-        if not self._shuffle:
-            return range(count)
+    def _order(self, index: int, epoch: int, count: int) -> npt.NDArray[np.integer[Any]]:
         held = self._orders.get(index)
-        if held is None or held[0] != epoch:
-            rng = np.random.default_rng((self._seed, epoch, index))
-            held = self._orders[index] = (epoch, rng.permutation(count).tolist())
-        return held[1]
+        if held is None or held[:2] != (epoch, count):
+            kind = np.min_scalar_type(count)  # the order of 20 million rows is 80 MB so
+            if self._shuffle:
+                order = np.random.default_rng((self._seed, epoch, index)).permutation(count)
+            else:
+                order = np.arange(count)
+            held = self._orders[index] = (epoch, count, order.astype(kind))
+        return held[2]
 
 
 class _Rows:

@@ -12,7 +12,8 @@ import transformers  # noqa: F401  its import counts for no input
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_tree
 from benchmarks.fuzz.places import written
-from megatron_opd.data.prompts import PromptRules, PromptSet, load_prompts
+from megatron_opd.data.prompt_rules import PromptRules
+from megatron_opd.data.prompts import PromptSet, load_prompts
 from megatron_opd.data.records import Columns
 from megatron_opd.data.render import Rendering
 from megatron_opd.data.tokenizer import build_tokenizer
@@ -57,7 +58,7 @@ def call(data: bytes) -> PromptSet:
 
 def oracle(data: bytes, found: PromptSet) -> str | None:
     """No row is lost; a prompt is a chat whose turn is the assistant's, with limits that hold."""
-    if len(found.prompts) + sum(found.skipped.values()) != found.rows:
+    if len(found.prompts) + sum(found.tally.skipped.values()) != found.tally.rows:
         return "rows are lost"
     for prompt in found.prompts:
         limit, ids = prompt.max_new_tokens, prompt.token_ids_P

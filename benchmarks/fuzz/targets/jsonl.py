@@ -12,7 +12,9 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree, one_of
 from benchmarks.fuzz.places import written
 from megatron_opd.data.files import NOT_LINES
-from megatron_opd.data.prompts import TOO_LONG, PromptRules, PromptSet, load_prompts
+from megatron_opd.data.outcomes import TOO_LONG
+from megatron_opd.data.prompt_rules import PromptRules
+from megatron_opd.data.prompts import PromptSet, load_prompts
 from megatron_opd.data.records import Columns
 from megatron_opd.data.tokenizer import build_tokenizer
 
@@ -42,13 +44,15 @@ def oracle(data: bytes, found: PromptSet) -> str | None:
     if NOT_LINES.match(data):  # read as an array, see targets/data_files.py
         return None
     rows = [line for number, line in enumerate(data.split(b"\n")) if not _blank(line, number)]
-    if found.rows != len(rows) or len(found.prompts) + sum(found.skipped.values()) != len(rows):
+    if found.tally.rows != len(rows) or len(found.prompts) + sum(
+        found.tally.skipped.values()
+    ) != len(rows):
         return "rows are lost"
     usable = [
         row for number, line in enumerate(data.split(b"\n")) if (row := _usable(line, number))
     ]
     short = [row for row in usable if len(row["prompt"]) <= MOST_TOKENS]
-    if len(usable) - len(short) != found.skipped.get(TOO_LONG, 0):
+    if len(usable) - len(short) != found.tally.skipped.get(TOO_LONG, 0):
         return "long prompts are not counted"
     if [prompt.text for prompt in found.prompts] != [row["prompt"] for row in short]:
         return "a prompt is taken that an obvious reader refuses, or the reverse"

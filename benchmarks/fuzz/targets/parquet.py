@@ -65,7 +65,7 @@ def call(data: bytes) -> PromptSet:
 
 def oracle(data: bytes, found: PromptSet) -> str | None:
     """No row is lost; a prompt has text, an answer and no more tokens than allowed."""
-    if len(found.prompts) + sum(found.skipped.values()) != found.rows:
+    if len(found.prompts) + sum(found.tally.skipped.values()) != found.tally.rows:
         return "rows are lost"
     for prompt in found.prompts:
         answers = prompt.answer if isinstance(prompt.answer, tuple) else (prompt.answer or "",)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from megatron_opd.cli import prepare
 from megatron_opd.cli.main import main
 from tests.support.cli_cases import call, refused
 
@@ -224,6 +226,40 @@ def test_check_reads_the_first_rows_and_with_data_all_of_them(
     train.write_text("".join(rows))
     code = call(tmp_path, config, "--data", verb="check")
     refused(capsys, code, "10 of 300 rows", "data.max_bad_fraction", f"first {train}:101")
+
+
+def test_check_judges_a_sample_of_a_large_file_and_with_data_all_of_it(
+    tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str], monkeypatch
+):
+    monkeypatch.setattr(prepare, "WHOLE_BYTES", 1000)
+    train = Path(config["data"]["train"])
+    rows = [json.dumps({"prompt": f"{n}+1=", "answer": "2"}) + "\n" for n in range(3000)]
+    rows[2000] = '{"prompt": "", "answer": "2"}\n'
+    train.write_text("".join(rows))
+    heldout = tmp_path / "heldout.jsonl"
+    heldout.write_text("".join(rows[1900:1990]))
+    config["data"]["heldout"] = str(heldout)
+    config["evaluation"] = {"problems": 8}
+    config["data"]["max_new_tokens_key"] = "most"
+    assert call(tmp_path, config, verb="check") == 0
+    text = printed(capsys)
+    judged = re.search(r"(\d+)of3000rowsread", text)
+    assert judged is not None
+    assert int(judged[1]) in (256, 257)
+    assert squeezed("GB of rows are read when they are drawn") in text
+    assert squeezed(f"{judged[1]} of 3000 rows were judged, opd check --data judges all") in text
+    said = f"data.max_new_tokens_key: none of the {judged[1]} rows read so far has 'most'"
+    assert squeezed(said) in text
+    assert call(tmp_path, config, "--data", verb="check") == 2
+    words = "data.max_new_tokens_key must name a column of data.train, got 'most', which no row has"
+    refused(capsys, 2, words)
+    del config["data"]["max_new_tokens_key"]
+    assert call(tmp_path, config, "--data", verb="check") == 0
+    text = printed(capsys)
+    assert squeezed(f"{train}: all 3000 rows read, 1 to be skipped") in text
+    assert squeezed(f"1 empty, first {train}:2001: 'prompt' is empty") in text
+    assert squeezed("prompts of data.heldout") in text
+    assert squeezed(f"are in data.train {train} too") in text
 
 
 @pytest.mark.parametrize(("value", "what"), [(np.nan, "NaN"), (np.inf, "an infinity")])

@@ -10,6 +10,7 @@ from megatron_opd.cli.ends import Ends, explained
 from megatron_opd.cli.errors import PartGone, RunFailed, UserError
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.health import EngineLost, ProcessDied, WatchedProcess
+from megatron_opd.data.faults import BadRows
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.transport.zmq import LearnerError
 from sglang_bridge.errors import (
@@ -140,3 +141,11 @@ def test_the_first_error_is_told_and_what_ends_later_is_not():
 def test_what_a_command_ends_with(first: BaseException, kind: type[BaseException], told: str):
     end = Ends(list).end(first, "; see", lambda _: "kept")
     assert (type(end), str(end)) == (kind, told)
+
+
+def test_rows_that_a_run_cannot_go_on_with_are_the_users_mistake():
+    ends = Ends(list)
+    error = ExceptionGroup("tasks", [LoopFailed("admit", BadRows("data.train: 3 of 9 rows"))])
+    told, last = ends.failure(error, "; logs", lambda _: "kept")
+    assert told == str(last) == "data.train: 3 of 9 rows"
+    assert isinstance(last, UserError)

@@ -21,13 +21,14 @@ from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.template import this_moment
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.types import Prompt
+from tests.support.prompt_sets import prompt_set
 
 ASYNC = {"type": "async", "max_staleness": 2.0}
 
 
 def prompts(number: int, whole: bool = True, path: str = "x") -> PromptSet:
     found = tuple(Prompt(i, f"{path}{i}", np.arange(3, dtype=np.int32)) for i in range(number))
-    return PromptSet(Path(path), found, number, whole, {}, {}, 3)
+    return prompt_set(path, found, whole=whole)
 
 
 def config(schedule: dict[str, Any], group_size: int = 1, **data: Any) -> Config:
@@ -98,11 +99,11 @@ def test_files_without_weights_are_one_source_and_files_with_weights_one_each():
 
 
 def test_problems_that_are_trained_on_are_counted():
-    heldout = prompts(5, path="y")
-    assert seen_problems([prompts(3), prompts(4)], "heldout", heldout) == []
-    (line,) = seen_problems([prompts(3), prompts(2, path="y")], "heldout.hard", heldout)
+    heldout = Path("y"), prompts(5, path="y").examples
+    assert seen_problems([prompts(3), prompts(4)], "heldout", *heldout) == []
+    (line,) = seen_problems([prompts(3), prompts(2, path="y")], "heldout.hard", *heldout)
     assert line.startswith("2 of 5 prompts of data.heldout.hard y are in data.train x, y too")
-    assert seen_problems([], "heldout", heldout) == []
+    assert seen_problems([], "heldout", *heldout) == []
 
 
 def test_variables_that_the_template_does_not_read_are_named():

@@ -1,7 +1,7 @@
 """The order of prompts when a run goes on with more rows than it began with, or others."""
 
+from collections.abc import Collection
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -12,13 +12,14 @@ from hypothesis import strategies as st
 
 from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.train_data import chosen_source, going_on, source_at
+from megatron_opd.cli.train_data import by_row, chosen_source, going_on, source_at
 from megatron_opd.cli.train_shape import Begun, KeptData, Shape, read_kept
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member
 from megatron_opd.data.file_sums import Difference, Part
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.types import NO_ROW, Prompt
+from tests.support.prompt_sets import drawn_set, prompt_set
 
 NONE, GROWN, CHANGED = Difference.NONE, Difference.GROWN, Difference.CHANGED
 SUMS = ((Part(1, 1),), (Part(2, 2),))
@@ -38,11 +39,17 @@ def config(*, weights: bool, size: int, **data: Any) -> Config:
     return Config.model_validate(tree)
 
 
-def files(x: int, y: int, names: str = "xy") -> list[PromptSet]:
+def files(
+    x: int, y: int, names: str = "xy", *, bad: Collection[str] | None = None
+) -> list[PromptSet]:
+    """Return two files. bad: rows that cannot be used of files that are read when drawn."""
+
     def prompts(name: str, count: int) -> PromptSet:
         ids = np.arange(3, dtype=np.int32)
         found = tuple(Prompt(i, f"{name}{i}", ids) for i in range(count))
-        return PromptSet(Path(name), found, count, True, {}, {}, 3)
+        if bad is None:
+            return prompt_set(name, found)
+        return drawn_set(name, [None if each.text in bad else each for each in found])
 
     return [prompts(names[0], x), prompts(names[1], y)]
 
@@ -232,3 +239,69 @@ def test_counts_that_cannot_be_are_refused(change: dict[str, Any]):
     kept["shape"] |= change
     with pytest.raises(ValueError, match="counts of training prompts that cannot be"):
         read_kept(kept)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    weights=st.booleans(),
+    size=st.integers(1, 3),
+    steps=st.lists(st.tuples(st.integers(0, 25), st.integers(0, 4), st.integers(0, 4)), max_size=3),
+    bad=st.sets(st.sampled_from([f"{name}{n}" for name in "xy" for n in range(9)]), max_size=6),
+)
+def test_rows_that_are_read_when_they_are_drawn_keep_their_order(weights, size, steps, bad):
+    bad -= {"x0", "y0"}
+    run = config(weights=weights, size=size)
+    counts = there = (5, 4)
+    source, shape = begin(run, files(*counts, bad=bad))
+    assert shape.by_row
+    numbers = {p.text: p.row for p in islice(begin(run, files(*counts))[0], 400)}
+    first = [p.text for p in islice(begin(run, files(*counts, bad=bad))[0], 120)]
+    uid, texts, known = 0, list[str](), 120
+    for number, (gap, x, y) in enumerate(steps):
+        texts += [next(source).text for _ in range(gap)]
+        uid, old = uid + gap, there
+        known = gap if number == 0 else known
+        there = (there[0] + x, there[1] + y)
+        grown = tuple(
+            GROWN if new > before else NONE for new, before in zip(there, old, strict=True)
+        )
+        state = state_at(uid, passed=source.passed)
+        source, shape, _, _ = went_on(run, files(*there, bad=bad), shape, state, grown)
+        assert shape.by_row
+    rest = list(islice(source, 200 * size))
+    texts += [prompt.text for prompt in rest]
+    assert texts[:known] == first[:known]
+    every = {f"x{i}" for i in range(there[0])} | {f"y{i}" for i in range(there[1])}
+    assert {prompt.text for prompt in rest} == every - bad
+    assert all(numbers[p.text] == p.row for p in rest if p.text in numbers)
+    assert len({p.row for p in rest}) == len({p.text for p in rest})
+
+
+def test_how_rows_are_read_is_kept_unless_the_data_has_changed():
+    run = config(weights=False, size=1)
+    _, whole = begin(run, files(5, 4))
+    _, drawn = begin(run, files(5, 4, bad=()))
+    assert by_row(None) is None
+    for shape, kept in ((whole, False), (drawn, True)):
+        for differences in ((NONE, NONE), (GROWN, NONE)):
+            begun = Begun(NOTHING_YET, KeptData(SUMS, shape), SUMS, differences, accepted=False)
+            assert by_row(begun) is kept
+        begun = Begun(NOTHING_YET, KeptData(SUMS, shape), SUMS, (NONE, CHANGED), accepted=True)
+        assert by_row(begun) is None
+
+
+def test_other_weights_begin_anew_with_nothing_passed_over():
+    """What a source of other files had passed over says nothing of these."""
+    source, shape = begin(config(weights=False, size=1), files(5, 4, bad={"x1", "x3"}))
+    list(islice(source, 20))
+    state = state_at(20, passed=source.passed)
+    assert sum(map(len, source.passed)) > 2
+    weighted = config(weights=True, size=1)
+    new, _, kept, _ = went_on(
+        weighted, files(5, 4, bad={"x1"}), shape, state, (CHANGED, CHANGED), accepted=True
+    )
+    assert kept.passed == []
+    assert {prompt.text for prompt in islice(new, 60)} == {
+        *(f"x{i}" for i in (0, 2, 3, 4)),
+        *(f"y{i}" for i in range(4)),
+    }

@@ -75,6 +75,7 @@ def go(schedule, state=NOTHING_YET, *, seed=0, bad=(), until_s=None):
         WeightSyncer(fleet, learner),
         Witness(),
         keeper=keeper,
+        passed=lambda: [[2, 5], [0]],
     )
 
     async def scenario():
@@ -105,6 +106,7 @@ def test_a_run_goes_on_from_any_update_and_loses_nothing(data):
     assert sorted(keeper.kept) == list(range(1, 7))
     at = data.draw(st.integers(1, 5))
     state = decode_state(keeper.kept[at])
+    assert state.passed == [[2, 5], [0]]
     assert state.admitted == state.consumed + sum(state.dropped.values()) + len(state.line)
     assert len(state.line) <= (tau + 1) * schedule.batch_size
     done, second, _ = go(schedule, state, seed=data.draw(st.integers(0, 99)), bad=bad)
@@ -252,6 +254,8 @@ def broken(**changes):
         ({"admitted": 3}, "3 prompts were admitted, 1 are accounted for"),
         ({"consumed": -1, "admitted": 0}, "a count is below 0"),
         ({"next_uid": 5}, "the line is not in order of admission"),
+        ({"passed": [[], [3, 2]]}, "the rows passed over are not in order"),
+        ({"passed": [[-1]]}, "the rows passed over are not in order"),
         ({"line": [Member()]}, "it must hold one of prompt, rollout and sample"),
         ({"sample": {"teacher_logp_N": np.zeros(3, np.float32)}}, "3 scores for 8 ids"),
         (

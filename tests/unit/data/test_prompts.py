@@ -8,7 +8,8 @@ import pytest
 from pyarrow import parquet
 
 from megatron_opd.data import prompts
-from megatron_opd.data.prompts import PromptRules, load_prompts
+from megatron_opd.data.prompt_rules import PromptRules
+from megatron_opd.data.prompts import load_prompts
 from megatron_opd.data.records import Columns, read_records
 from megatron_opd.data.render import Renderer, Rendering
 from megatron_opd.data.tokenizer import build_tokenizer
@@ -37,8 +38,8 @@ def test_jsonl_and_parquet_give_the_same_prompts(tmp_path, tokenizer):
     parquet.write_table(pyarrow.Table.from_pylist(rows), table)
     for path in (jsonl, table):
         loaded = load_prompts(path, tokenizer, rules())
-        assert (loaded.skipped, loaded.rows, loaded.whole) == ({}, 2, True)
-        assert loaded.skipped_line is None
+        assert (loaded.tally.skipped, loaded.tally.rows, loaded.whole) == ({}, 2, True)
+        assert loaded.tally.skipped_line is None
         assert [prompt.uid for prompt in loaded.prompts] == [0, 1]
         assert [prompt.text for prompt in loaded.prompts] == ["1+1=\n", "abc"]
         assert [prompt.answer for prompt in loaded.prompts] == ["2", None]
@@ -114,13 +115,13 @@ def test_one_policy_a_row_that_cannot_be_used_is_counted_and_the_others_are_read
     path = write_lines(tmp_path / "a.jsonl", good * 9, line + "\n", good * 90, line + "\n")
     allowed = rules(needed=True, max_bad_fraction=0.02)
     found = load_prompts(path, tokenizer, allowed)
-    assert (len(found.prompts), found.skipped, found.rows) == (99, {cause: 2}, 101)
+    assert (len(found.prompts), found.tally.skipped, found.tally.rows) == (99, {cause: 2}, 101)
     assert [prompt.uid for prompt in found.prompts] == list(range(99))
     said = f"2 of 101 rows skipped: 2 {cause.replace('_', ' ')}, first {path}:10: "
-    assert said in found.skipped_line
+    assert said in found.tally.skipped_line
     strict = rules(needed=True, max_bad_fraction=0.0)
     if cause == "too_long":  # what the user's own limit leaves out is no fault of the file
-        assert load_prompts(path, tokenizer, strict).skipped == {cause: 2}
+        assert load_prompts(path, tokenizer, strict).tally.skipped == {cause: 2}
         return
     with pytest.raises(ValueError, match=r"2 of 101 rows cannot be used.*max_bad_fraction") as no:
         load_prompts(path, tokenizer, strict)
@@ -135,8 +136,8 @@ def test_bad_first_rows_of_a_good_file_are_not_refused(tmp_path, tokenizer):
     lines = ['{"prompt": ""}\n', '{"prompt": "a"}\n' * 99]
     path = write_lines(tmp_path / "a.jsonl", *lines)
     allowed = rules(max_bad_fraction=0.01)
-    assert load_prompts(path, tokenizer, allowed, first_rows=5).rows == 100
-    assert load_prompts(path, tokenizer, allowed).skipped == {"empty": 1}
+    assert load_prompts(path, tokenizer, allowed, first_rows=5).tally.rows == 100
+    assert load_prompts(path, tokenizer, allowed).tally.skipped == {"empty": 1}
 
 
 def test_whole_floats_are_the_numbers_they_were_before_a_gap_made_them_floats(tmp_path, tokenizer):
@@ -148,7 +149,7 @@ def test_whole_floats_are_the_numbers_they_were_before_a_gap_made_them_floats(tm
 
 def test_ids_beyond_the_models_vocabulary_are_refused(tmp_path, tokenizer):
     path = write_lines(tmp_path / "a.jsonl", '{"prompt": "z"}')
-    assert load_prompts(path, tokenizer, rules(vocab_size=128)).longest == 1
+    assert load_prompts(path, tokenizer, rules(vocab_size=128)).tally.longest == 1
     with pytest.raises(ValueError, match="gives the id 94, beyond the model's vocab_size 50"):
         load_prompts(path, tokenizer, rules(vocab_size=50))
 
@@ -180,8 +181,11 @@ def test_long_prompts_are_counted_and_all_long_is_an_error(tmp_path, tokenizer):
     rows = [{"prompt": "x" * length} for length in (3, 9, 4, 5)]
     path = write_lines(tmp_path / "a.jsonl", *(json.dumps(row) + "\n" for row in rows))
     loaded = load_prompts(path, tokenizer, rules(4))
-    assert ([p.text for p in loaded.prompts], loaded.skipped) == (["xxx", "xxxx"], {"too_long": 2})
-    assert loaded.longest == 9
+    assert ([p.text for p in loaded.prompts], loaded.tally.skipped) == (
+        ["xxx", "xxxx"],
+        {"too_long": 2},
+    )
+    assert loaded.tally.longest == 9
     assert [prompt.uid for prompt in loaded.prompts] == [0, 1]
     with pytest.raises(
         ValueError,
@@ -281,8 +285,8 @@ def test_messages_are_rendered_and_rows_keep_their_own_keys(tmp_path):
     ]
     assert [prompt.max_new_tokens for prompt in found.prompts] == [5, None, None]
     assert [prompt.stop for prompt in found.prompts] == [("\n",), ("x",), ()]
-    assert found.unseen == frozenset()
-    assert load_rows(tmp_path, rows[2:], chat_rules()).unseen == {"most", "stop"}
+    assert found.tally.unseen == frozenset()
+    assert load_rows(tmp_path, rows[2:], chat_rules()).tally.unseen == {"most", "stop"}
 
 
 def test_parquet_holds_messages_as_jsonl_does(tmp_path):
@@ -328,9 +332,9 @@ def test_a_chat_that_the_template_does_not_take_is_one_rows_fault(tmp_path):
     bad = json.dumps({"prompt": [turn("user", "a"), turn("user", "b")]}) + "\n"
     path = write_lines(tmp_path / "a.jsonl", good, bad, good)
     found = load_prompts(path, tokenizer, chat_rules(max_bad_fraction=0.5))
-    assert (len(found.prompts), found.skipped) == (2, {"bad_chat": 1})
-    assert "a.jsonl:2: the chat template does not take it" in found.first["bad_chat"]
-    assert "one turn only" in found.first["bad_chat"]
+    assert (len(found.prompts), found.tally.skipped) == (2, {"bad_chat": 1})
+    assert "a.jsonl:2: the chat template does not take it" in found.tally.first("bad_chat")
+    assert "one turn only" in found.tally.first("bad_chat")
     assert found.prompts[1].row_id == f"{path}:3"
 
 
@@ -355,8 +359,8 @@ def test_a_rows_own_keys_are_checked(tmp_path, extra, cause, words):
     found = load_rows(
         tmp_path, [{"prompt": "a"}, {"prompt": "b", **extra}], chat_rules(max_bad_fraction=0.5)
     )
-    assert found.skipped == {cause: 1}
-    assert words in found.first[cause]
+    assert found.tally.skipped == {cause: 1}
+    assert words in found.tally.first(cause)
 
 
 def test_a_row_may_name_its_verifier(tmp_path, tokenizer):
@@ -374,12 +378,12 @@ def test_a_row_may_name_its_verifier(tmp_path, tokenizer):
         ("b", None),
         ("c", None),
     ]
-    assert loaded.skipped == {"unknown_task": 1, "wrong_type": 1}
-    assert "'by' must be one of exact, math, got 'os:system'" in loaded.first["unknown_task"]
-    assert "leave data.task_key null and name the verifier" in loaded.first["unknown_task"]
-    assert loaded.unseen == frozenset()
+    assert loaded.tally.skipped == {"unknown_task": 1, "wrong_type": 1}
+    assert "'by' must be one of exact, math, got 'os:system'" in loaded.tally.first("unknown_task")
+    assert "leave data.task_key null and name the verifier" in loaded.tally.first("unknown_task")
+    assert loaded.tally.unseen == frozenset()
     lacking = write_lines(tmp_path / "b.jsonl", '{"prompt": "a", "answer": "1"}\n')
-    assert load_prompts(lacking, tokenizer, PromptRules(columns, 9)).unseen == {"by"}
+    assert load_prompts(lacking, tokenizer, PromptRules(columns, 9)).tally.unseen == {"by"}
 
 
 def weighed(tmp_path, tokenizer, *rows, needed=True, **allowed):
@@ -399,9 +403,12 @@ def test_weights_of_a_prompt_are_read_and_one_without_a_reward_needs_no_answer(t
     )
     weights = [(p.text, p.reward_weight, p.teacher_weight, p.answer) for p in found.prompts]
     assert weights == [("a", 0.5, 0.0, "1"), ("b", 0.0, 2.0, None), ("c", 1.0, 1.0, "1")]
-    assert found.skipped == {}
-    assert found.unseen == frozenset(), "a column of zeros is there"
-    assert weighed(tmp_path, tokenizer, {"prompt": "c", "answer": "1"}).unseen == {"own", "kl"}
+    assert found.tally.skipped == {}
+    assert found.tally.unseen == frozenset(), "a column of zeros is there"
+    assert weighed(tmp_path, tokenizer, {"prompt": "c", "answer": "1"}).tally.unseen == {
+        "own",
+        "kl",
+    }
 
 
 @pytest.mark.parametrize(
@@ -418,8 +425,8 @@ def test_weights_of_a_prompt_are_read_and_one_without_a_reward_needs_no_answer(t
 def test_a_weight_that_is_none_is_located(tmp_path, tokenizer, row, cause, words):
     good = {"prompt": "a", "answer": "1"}
     found = weighed(tmp_path, tokenizer, good, good | row)
-    assert found.skipped == {cause: 1}
-    assert found.first[cause].endswith(f":2: {words}")
+    assert found.tally.skipped == {cause: 1}
+    assert found.tally.first(cause).endswith(f":2: {words}")
 
 
 def test_parts_of_any_length_give_the_same(tmp_path, tokenizer, monkeypatch):
@@ -440,10 +447,10 @@ def test_parts_of_any_length_give_the_same(tmp_path, tokenizer, monkeypatch):
         usable = [(f"{path}:{n}", text) for n, text in plain if 0 < len(text) <= 4]
         assert [(prompt.row_id, prompt.text) for prompt in each.prompts] == usable
         assert [prompt.uid for prompt in each.prompts] == list(range(len(usable)))
-        assert each.skipped == {"empty": 6, "malformed": 2, "too_long": 9}
-        assert list(each.skipped) == ["empty", "malformed", "too_long"]
-        assert each.first["too_long"] == f"{path}:6: 5 tokens, the limit is 4"
-        assert (each.rows, each.longest, each.unseen) == (40, 6, {"absent"})
+        assert each.tally.skipped == {"empty": 6, "malformed": 2, "too_long": 9}
+        assert list(each.tally.skipped) == ["empty", "malformed", "too_long"]
+        assert each.tally.first("too_long") == f"{path}:6: 5 tokens, the limit is 4"
+        assert (each.tally.rows, each.tally.longest, each.tally.unseen) == (40, 6, {"absent"})
 
 
 def test_no_more_rows_are_tokenised_at_once_than_said(tmp_path, tokenizer, monkeypatch):

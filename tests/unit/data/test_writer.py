@@ -2,7 +2,8 @@
 
 import pytest
 
-from megatron_opd.data.prompts import PromptRules, load_prompts
+from megatron_opd.data.prompt_rules import PromptRules
+from megatron_opd.data.prompts import load_prompts
 from megatron_opd.data.records import Columns, read_records
 from megatron_opd.data.tasks import get_verifier
 from megatron_opd.data.tokenizer import build_tokenizer

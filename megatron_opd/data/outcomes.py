@@ -1,0 +1,217 @@
+"""Judges rows of prompts, and counts what became of them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from math import sqrt
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_opd.data.faults import Fault, Unusable
+from megatron_opd.data.marks import KINDS, Mark
+from megatron_opd.data.messages import chat_text
+from megatron_opd.data.prompt_rules import PromptRules
+from megatron_opd.data.records import Record
+from megatron_opd.data.render import Rendered, Renderer
+from megatron_opd.types import Prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOO_LONG = "too_long"
+SIGMAS = 4.0
+"""Standard deviations above max_bad_fraction at which drawn rows refuse their file: by chance that
+happens once in 30,000 looks."""
+
+_OF_COLUMNS, _OF_RULES, _OF_IDS = range(3)
+"""Kinds of faults, in the order in which they are told."""
+_NO_IDS = np.zeros(0, np.int32)
+
+
+class Outcome(NamedTuple):
+    """Holds what became of a row.
+
+    record: of a row whose columns are a prompt. ids_P: of the prompt, [P]; none where nothing was
+    tokenised. marks: what is unexpected about them. fault: why the row is not used, and its kind.
+    """
+
+    where: str
+    record: Record | None = None
+    ids_P: npt.NDArray[np.int32] = _NO_IDS
+    marks: tuple[Mark, ...] = ()
+    fault: Fault | None = None
+    kind: int = _OF_COLUMNS
+
+    def prompt(self, uid: int, rules: PromptRules) -> Prompt | None:
+        """Return the prompt of the row, None for one that is not used or was not tokenised."""
+        record, columns, teacher = self.record, rules.columns, rules.teacher_key
+        if record is None or self.fault is not None or not len(self.ids_P):
+            return None
+        return Prompt(
+            uid=uid,
+            text=chat_text(record[rules.prompt_key]),
+            token_ids_P=self.ids_P,
+            answer=record[columns.answers[0]] if columns.answers else None,
+            teacher="teacher" if teacher is None else str(record[teacher]),
+            max_new_tokens=next((record[key] for key in columns.limits), None),
+            stop=next((record[key] for key in columns.stops), ()),
+            task=next((record[key] for key in columns.tasks), None),
+            row_id=next((record[key] for key in columns.names), None) or self.where,
+            reward_weight=_weight(record, columns.reward_weight),
+            teacher_weight=_weight(record, columns.teacher_weight),
+        )
+
+
+class RowReader:
+    """Turns rows into outcomes. tokenizer: None reads the columns alone."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None, rules: PromptRules) -> None:
+        self._tokenizer, self._rules = tokenizer, rules
+        self._renderer: Renderer | None = None
+
+    def read(self, rows: Sequence[Fault | tuple[str, Record]]) -> list[Outcome]:
+        """Return what becomes of each row. ValueError: the tokenizer or its template fails."""
+        found = [self._judged(row) for row in rows]
+        usable = [n for n, each in enumerate(found) if each.fault is None]
+        if self._tokenizer is None or not usable:
+            return found
+        self._renderer = self._renderer or Renderer(self._tokenizer, self._rules.rendering)
+        records = [found[n].record or {} for n in usable]
+        rendered = self._renderer.render([record[self._rules.prompt_key] for record in records])
+        for n, each in zip(usable, rendered, strict=True):
+            found[n] = self._tokenised(found[n], each)
+        return found
+
+    def _judged(self, row: Fault | tuple[str, Record]) -> Outcome:
+        if isinstance(row, Fault):
+            return Outcome(row.where, fault=row)
+        where, record = row
+        misfit = self._rules.misfit(record)
+        if misfit is None:
+            return Outcome(where, record)
+        return Outcome(where, fault=misfit.at(where), kind=_OF_RULES)
+
+    def _tokenised(self, row: Outcome, found: Rendered | Unusable) -> Outcome:
+        if isinstance(found, Unusable):
+            return row._replace(fault=found.at(row.where), kind=_OF_IDS)
+        ids_P, fault = np.asarray(found.ids, dtype=np.int32), None
+        if not found.ids:
+            fault = Fault("empty", row.where, "the prompt has no tokens")
+        elif len(found.ids) > self._rules.max_tokens:
+            what = f"{len(found.ids)} tokens, the limit is {self._rules.max_tokens}"
+            fault = Fault(TOO_LONG, row.where, what)
+        marks = found.marks if fault is None else ()
+        return row._replace(ids_P=ids_P, marks=marks, fault=fault, kind=_OF_IDS)
+
+
+class Tally:
+    """Counts what became of the rows of a file.
+
+    watched: texts to look for among its prompts.
+
+    rows: how many were judged. longest: tokens of the longest prompt, skipped ones included; 0
+    where nothing was tokenised. unseen: columns that rows may lack and that no row has. marked: by
+    kind of mark, how many prompts have it and the first, located. met: the watched texts that it
+    has.
+    """
+
+    def __init__(self, path: Path, rules: PromptRules, watched: Collection[str] = ()) -> None:
+        self._path, self._rules, self._watched = path, rules, watched
+        columns = rules.columns
+        self.unseen = {*columns.limits, *columns.stops, *columns.tasks, *columns.weights}
+        self.rows, self.longest, self._largest = 0, 0, 0
+        self.marked: dict[str, tuple[int, str]] = {}
+        self.met = set[str]()
+        self._faults: tuple[dict[str, tuple[int, str]], ...] = ({}, {}, {})
+
+    def add(self, row: Outcome) -> None:
+        """Count a row."""
+        self.rows += 1
+        self.longest = max(self.longest, len(row.ids_P))
+        self._largest = max(self._largest, int(row.ids_P.max(initial=0)))
+        if row.record is not None:
+            record = row.record
+            self.unseen -= {key for key in self.unseen if record[key] not in (None, ())}
+            if self._watched and row.fault is None:
+                self.met |= {chat_text(record[self._rules.prompt_key])}.intersection(self._watched)
+        if row.fault is not None:
+            count, first = self._faults[row.kind].get(row.fault.cause, (0, str(row.fault)))
+            self._faults[row.kind][row.fault.cause] = count + 1, first
+        for kind, what in dict(row.marks).items():
+            count, first = self.marked.get(kind, (0, f"{row.where}: {what}"))
+            self.marked[kind] = count + 1, first
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Returns how many rows are not used, by cause."""
+        counts: Counter[str] = Counter()
+        for faults in self._faults:
+            for cause, (count, _) in faults.items():
+                counts[cause] += count
+        return dict(counts)
+
+    def first(self, cause: str) -> str:
+        """Return the first row of a cause, located."""
+        return next(faults[cause][1] for faults in self._faults if cause in faults)
+
+    @property
+    def marked_lines(self) -> list[str]:
+        """Returns a line for each thing that the ids of prompts and their rows do not share."""
+        return [
+            f"{self._path}: {count} of {self.rows} prompts {KINDS[kind]}; first {first}"
+            for kind, (count, first) in self.marked.items()
+        ]
+
+    @property
+    def skipped_line(self) -> str | None:
+        """Returns a line with count and first row of each cause; None when all rows are usable."""
+        skipped = self.skipped
+        if not skipped:
+            return None
+        causes = "; ".join(
+            f"{count} {cause.replace('_', ' ')}, first {self.first(cause)}"
+            for cause, count in skipped.items()
+        )
+        return f"{self._path}: {sum(skipped.values())} of {self.rows} rows skipped: {causes}"
+
+    def problem(self, *, sampled: bool = False) -> str | None:
+        """Return why the file is rejected, or None.
+
+        sampled: the rows speak for others too: more are bad than allowed only beyond chance.
+        """
+        path, rows, rules = self._path, self.rows, self._rules
+        if rules.vocab_size is not None and self._largest >= rules.vocab_size:
+            return (
+                f"{path}: the tokenizer gives the id {self._largest}, beyond the model's "
+                f"vocab_size {rules.vocab_size}"
+            )
+        if rows == 0:
+            return f"{path} holds no rows"
+        skipped = self.skipped
+        bad = {cause: count for cause, count in skipped.items() if cause != TOO_LONG}
+        allowed = rules.max_bad_fraction * rows
+        limit = allowed + SIGMAS * sqrt(allowed) if sampled else allowed
+        if sum(bad.values()) > limit or sum(bad.values()) == rows:
+            causes = "; ".join(f"{count} {cause.replace('_', ' ')}" for cause, count in bad.items())
+            where = self.first(next(iter(bad)))
+            judged = "rows read so far" if sampled else "rows"
+            return (
+                f"{path}: {sum(bad.values())} of {rows} {judged} cannot be used, "
+                f"data.max_bad_fraction allows {rules.max_bad_fraction:g} of them: {causes}; "
+                f"first {where}"
+            )
+        if sum(skipped.values()) == rows:
+            return (
+                f"{path}: all {rows} usable prompts are longer than the limit of "
+                f"{rules.max_tokens} tokens, first {self.first(TOO_LONG)}"
+            )
+        return None
+
+
+def _weight(record: Record, key: str | None) -> float:
+    weight = None if key is None else record[key]
+    return 1.0 if weight is None else weight
