@@ -14,6 +14,7 @@ from megatron_opd.cli.errors import UserError
 from megatron_opd.config.wording import shown
 from megatron_opd.data.render import is_failure, said
 from megatron_opd.data.without_torch import transformers_for_tokenizers
+from megatron_opd.data.written_tokenizer import cut_as_written
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,7 +47,7 @@ def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
     tokenizer = _checked(f"{key}: cannot load the tokenizer in {path}", tokenizers, path)
     if not tokenizer.get_vocab():
         raise UserError(f"{key}: the tokenizer in {path} has an empty vocabulary")
-    return tokenizer
+    return cut_as_written(tokenizer, path)
 
 
 def _check_ids(key: str, path: Path) -> None:

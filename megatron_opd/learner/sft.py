@@ -12,6 +12,7 @@ import numpy as np
 from megatron_opd.batching.plan import learner_plan
 from megatron_opd.config.sft import SftConfig
 from megatron_opd.data.pairs import Pair, pair_rules, read_pairs
+from megatron_opd.data.written_tokenizer import cut_as_written
 from megatron_opd.learner.agreement import agreed_moment
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.micro_batch import SftMicro, sft_micro
@@ -84,7 +85,8 @@ def run_sft(config: SftConfig) -> None:
         seed=config.run.seed,
         fresh_seed=config.run.seed,
     )
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(config.init), local_files_only=True)
+    found: Any = AutoTokenizer.from_pretrained(str(config.init), local_files_only=True)
+    tokenizer: Any = cut_as_written(found, config.init)
     rules = pair_rules(config, tokenizer, learner.spec, agreed_moment(learner.world))
     pairs = read_pairs(config.train, tokenizer, rules).pairs
     validation = None
