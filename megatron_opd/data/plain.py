@@ -6,7 +6,7 @@ Invariant: a value is the same one afterwards, or its row is a fault; nothing is
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 from typing import Any
@@ -73,8 +73,9 @@ def without_gaps(value: Any) -> Any:
 
 def table_rows(table: Any) -> list[dict[str, Any]]:
     """Return the rows of a pyarrow table or batch as plain values. Raises what pyarrow does."""
-    rows: list[dict[str, Any]] = _written_floats(table).to_pylist(maps_as_pydicts="strict")
-    return [{key: without_gaps(each) for key, each in row.items()} for row in rows]
+    rows: list[dict[str, Any]] = table.to_pylist(maps_as_pydicts="strict")
+    short = {field.name: _shortening(field.type) or _as_it_is for field in table.schema}
+    return [{key: without_gaps(short[key](each)) for key, each in row.items()} for row in rows]
 
 
 def written_number(value: int | float | Decimal | Fraction, key: str) -> str:
@@ -134,14 +135,37 @@ def _shortest(value: np.generic) -> float:
     return float(str(value))
 
 
-def _written_floats(table: Any) -> Any:
-    """Return a table whose floats of less than 64 bits are the numbers that they are written as."""
-    import pyarrow
+def _shortening(kind: Any) -> Callable[[Any], Any] | None:
+    """Return what makes floats of less than 64 bits the numbers that they are written as.
 
-    for place, field in enumerate(table.schema):
-        if pyarrow.types.is_float32(field.type) or pyarrow.types.is_float16(field.type):
-            narrow = np.dtype(field.type.to_pandas_dtype()).type
-            given = table.column(place).to_pylist()
-            shortest = [None if each is None else _shortest(narrow(each)) for each in given]
-            table = table.set_column(place, field.name, pyarrow.array(shortest, pyarrow.float64()))
-    return table
+    kind: the pyarrow type of the values, which may hold such floats inside. None: there are none.
+    """
+    from pyarrow import types
+
+    if types.is_float32(kind) or types.is_float16(kind):
+        narrow = np.dtype(kind.to_pandas_dtype()).type
+        return _past_null(lambda value: _shortest(narrow(value)))
+    if types.is_dictionary(kind) or types.is_run_end_encoded(kind):
+        return _shortening(kind.value_type)
+    if types.is_map(kind):
+        name, held = _shortening(kind.key_type) or _as_it_is, _shortening(kind.item_type)
+        if held is None:
+            return None
+        return _past_null(lambda value: {name(key): held(each) for key, each in value.items()})
+    if types.is_struct(kind):
+        fields = {field.name: short for field in kind if (short := _shortening(field.type))}
+        if not fields:
+            return None
+        return _past_null(
+            lambda value: {key: fields.get(key, _as_it_is)(each) for key, each in value.items()}
+        )
+    of_each = _shortening(kind.value_type) if hasattr(kind, "value_type") else None
+    return of_each and _past_null(lambda value: [of_each(each) for each in value])
+
+
+def _past_null(short: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda value: None if value is None else short(value)
+
+
+def _as_it_is(value: Any) -> Any:
+    return value

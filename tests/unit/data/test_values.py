@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megatron_opd.data.faults import Unusable
 from megatron_opd.data.files import located_rows
+from megatron_opd.data.plain import table_rows
 from megatron_opd.data.records import Columns, scan_records
 from megatron_opd.data.values import read_answer, read_limit, read_text, read_weight
 
@@ -163,6 +164,31 @@ def test_columns_of_short_floats_hold_what_was_written(tmp_path):
     parquet.write_table(table, path)
     found = [row[1]["answer"] for row in scan_records(path, Columns(("prompt",), ("answer",)))]
     assert found == ["0.1", None, "2.5"]
+
+
+SHORT = pyarrow.float32()
+NESTED = [
+    (pyarrow.list_(SHORT), [0.1, 2.5], [0.1, 2.5]),
+    (pyarrow.large_list(pyarrow.list_(SHORT, 1)), [[0.1], None], [[0.1], None]),
+    (pyarrow.list_view(pyarrow.float16()), [0.1], [0.1]),
+    (pyarrow.map_(pyarrow.string(), SHORT), [("k", 0.3)], {"k": 0.3}),
+    (pyarrow.struct([("gt", SHORT), ("of", pyarrow.string())]), {"gt": 0.7}, {"gt": 0.7}),
+    (pyarrow.struct([("in", pyarrow.struct([("gt", SHORT)]))]), {"in": {"gt": 0.1}}, None),
+]
+
+
+@pytest.mark.parametrize(("kind", "written", "read"), NESTED, ids=lambda each: str(each)[:30])
+def test_short_floats_inside_of_columns_hold_what_was_written(kind, written, read):
+    table = pyarrow.table({"answer": pyarrow.array([written, None], kind)})
+    assert table_rows(table) == [{"answer": read or written}, {"answer": None}]
+    column = pyarrow.array([written], kind)
+    one = pyarrow.table({"answer": pyarrow.StructArray.from_arrays([column], ["by"])})
+    assert table_rows(one) == [{"answer": {"by": read or written}}]
+
+
+def test_coded_short_floats_hold_what_was_written():
+    coded = pyarrow.array([0.1, None], SHORT).dictionary_encode()
+    assert table_rows(pyarrow.table({"answer": coded})) == [{"answer": 0.1}, {"answer": None}]
 
 
 names = st.text(string.ascii_lowercase, min_size=1, max_size=3)
