@@ -25,7 +25,7 @@ from megatron_opd.cli.errors import UserError, kept_traceback
 from megatron_opd.cli.joining import all_of
 from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.preflight import CheckedModels, ServedModel, check_models
-from megatron_opd.cli.prepare import checked, make_judge
+from megatron_opd.cli.prepare import checked, ending_of, make_judge
 from megatron_opd.cli.processes import Processes
 from megatron_opd.cli.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.cli.servers import server_processes
@@ -43,6 +43,7 @@ from megatron_opd.link.events import LinkRefused
 from megatron_opd.sites.absence import LearnerGone, Patience
 from megatron_opd.sites.facts import hello_of
 from megatron_opd.sites.keys import DIRECTORY, SiteKeys, keys_file
+from megatron_opd.sites.messages import Hello
 from megatron_opd.sites.sampling import NoSuchTeacher
 from megatron_opd.sites.together import together
 from sglang_bridge import open_files
@@ -108,6 +109,13 @@ class SiteRun:
         self.ends = Ends(lambda: self._processes.watched())
         self._fleets: dict[Role, Fleet] = {}
 
+    def hello(self) -> Hello:
+        """Return what the site says of itself. Raises UserError."""
+        vocab_size, ending = self._models.student.vocab_size, ending_of(self._config, self._models)
+        return checked(
+            lambda: hello_of(self._config, self._name, vocab_size, ending, scores=self._scores)
+        )
+
     def wait_for_keys(self, path: Path) -> SiteKeys:
         """Return the site's keys once the run has written them. UserError: it does not in time."""
         limit_s = self._config.student.startup_timeout_s
@@ -149,7 +157,7 @@ class SiteRun:
         supervisor = Supervisor(
             self._config, self._fleets, self._processes, self._take_in, self._say
         )
-        hello = checked(lambda: hello_of(self._config, self._name, scores=self._scores))
+        hello = self.hello()
         async with judging(self._judge), supervisor.watching():
             link = LinkClient(keys.address, keys.secret, keys.learner, self._config.sites.link)
             owner = f"{socket.gethostname()}:{counts.parent.absolute()}"

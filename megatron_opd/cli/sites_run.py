@@ -67,7 +67,7 @@ class SitesOfRun:
         address = f"tcp://{config.sites.host}:{config.sites.port}"
         try:
             keys = site_keys(config.run.dir, self._names, address)
-            expected = expected_of(config)
+            expected = expected_of(config, prepared)
             self._links = LinkServer(address, keys.secret, keys.sites, config.sites.link)
         except (ValueError, OSError) as error:
             raise UserError(f"sites: {error}") from None
@@ -174,12 +174,14 @@ def intake_settings(config: Config, state: ControllerState) -> IntakeSettings:
     )
 
 
-def expected_of(config: Config) -> Expected:
+def expected_of(config: Config, prepared: Prepared) -> Expected:
     """Return what sites must have alike. ValueError: the student's files cannot be read."""
     return Expected(
         digests=site_digests(config),
         model=model_crc32(config.student.model),
         tokenizer=tokenizer_crc32(config.student.model),
+        vocab_size=prepared.student.vocab_size,
+        ends=prepared.ending.token_ids,
         max_clock_skew_s=config.sites.max_clock_skew_s,
     )
 

@@ -6,14 +6,16 @@ import time
 import uuid
 
 from megatron_opd.config.schema import Config
+from megatron_opd.data.end_tokens import Ending
 from megatron_opd.sites.identity import model_crc32, site_digests, tokenizer_crc32
 from megatron_opd.sites.messages import PROTOCOL, Hello
 
 
-def hello_of(config: Config, site: str, *, scores: bool) -> Hello:
+def hello_of(config: Config, site: str, vocab_size: int, ending: Ending, *, scores: bool) -> Hello:
     """Return what site `site` says of itself, holding nothing yet.
 
-    config: the site's own. ValueError: the student's files cannot be read.
+    config: the site's own. vocab_size, ending: see Hello. ValueError: the student's files cannot be
+    read.
     """
     model = config.student.model
     return Hello(
@@ -25,6 +27,8 @@ def hello_of(config: Config, site: str, *, scores: bool) -> Hello:
         digests=site_digests(config),
         model=model_crc32(model),
         tokenizer=tokenizer_crc32(model),
+        vocab_size=vocab_size,
+        ends=list(ending.token_ids),
         clock_s=time.time(),
         holds=[],
     )

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from megatron_opd.config.digests import differing_keys
+from megatron_opd.config.wording import shown
 from megatron_opd.sites.messages import PROTOCOL, Hello
 from megatron_opd.sites.settings import Expected
 
 MOST_KEYS = 5
 """Keys that a refusal names."""
+MOST_CHARS = 120
+"""Characters of a list of ids that a refusal shows."""
 
 
 def refusal(hello: Hello, name: str, scores: bool, expected: Expected, skew_s: float) -> str | None:
@@ -39,6 +42,18 @@ def refusal(hello: Hello, name: str, scores: bool, expected: Expected, skew_s: f
         return (
             f"site {name} has another model than the learner (student.model, CRC-32 "
             f"{hello.model:08x} instead of {expected.model:08x}): copy the learner's files"
+        )
+    if hello.vocab_size != expected.vocab_size:
+        return (
+            f"site {name} samples from {hello.vocab_size} ids, the learner trains "
+            f"{expected.vocab_size}: a teacher has fewer ids than the student; copy every "
+            "teacher's config.json to where the run's file names it"
+        )
+    if hello.ends != list(expected.ends):
+        theirs, ours = shown(hello.ends, MOST_CHARS), shown(list(expected.ends), MOST_CHARS)
+        return (
+            f"site {name} ends responses at ids {theirs}, the learner at {ours} (student.model: "
+            "its generation_config.json and tokenizer_config.json): copy the learner's files"
         )
     if hello.scores != scores:
         return (

@@ -33,7 +33,7 @@ from megatron_opd.sample_figures import ScoreShape
 from megatron_opd.types import RightAnswer
 from megatron_opd.weight_sync.decoding import decoded
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Both ends must have the same."""
 DETAIL_CHARS = 400
 """Most characters of a reason in one line."""
@@ -48,8 +48,9 @@ class Hello(_Message, frozen=True):
 
     process: a name that this start of it alone has. slots: prompts that it samples at once. scores:
     whether it has every teacher. digests: config/digests.py's, of what both ends must have alike.
-    model, tokenizer: CRC-32 of the student's files. clock_s: its Unix time. holds: uids of this run
-    that it was given before and has not delivered.
+    model, tokenizer: CRC-32 of the student's files. vocab_size: ids that it samples from; ends:
+    those that end a response, rising. clock_s: its Unix time. holds: uids of this run that it was
+    given before and has not delivered.
     """
 
     protocol: int
@@ -60,6 +61,8 @@ class Hello(_Message, frozen=True):
     digests: dict[str, str]
     model: int
     tokenizer: int
+    vocab_size: int
+    ends: list[int]
     clock_s: float
     holds: list[int]
 

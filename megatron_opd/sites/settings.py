@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -47,4 +47,6 @@ class Expected:
     digests: Mapping[str, str]
     model: int
     tokenizer: int
+    vocab_size: int
+    ends: Sequence[int]
     max_clock_skew_s: float

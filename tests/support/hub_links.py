@@ -40,7 +40,7 @@ from tests.support.fakes import make_prompt, make_rollout
 
 VOCAB_SIZE = 16
 RULES = SampleRules(Estimator(), VOCAB_SIZE, 8, lambda rollout: Length())
-EXPECTED = Expected({"a": "b"}, 1, 2, 30.0)
+EXPECTED = Expected({"a": "b"}, 1, 2, 9, (1, 7), 30.0)
 NO_COUNTS = LinkCounts(True, None, None, 0.0, 0, **dataclasses.asdict(Tally()))
 OFFER = Offer(1, "v", None, [FileSize("f", 1, b"")])
 
@@ -185,7 +185,7 @@ class Sites:
     async def greets(self, name: str, *, slots: int = 2, holds: Sequence[int] = (), **changes: Any):
         """Let the process of a site that is there introduce itself."""
         who, kept = (PROTOCOL, name, f"p{self.processes}"), list(holds)
-        hello = Hello(*who, slots, self.scores, {"a": "b"}, 1, 2, time.time(), kept)
+        hello = Hello(*who, slots, self.scores, {"a": "b"}, 1, 2, 9, [1, 7], time.time(), kept)
         await self.say(name, replace_record(hello, **changes))
 
     async def start_over(self, **state: Any) -> None:

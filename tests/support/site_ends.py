@@ -36,7 +36,7 @@ from tests.support.site_versions import Written
 
 LEARNER = "learner"
 PATIENT = Patience("tcp://learner:1", 600.0, 600.0)
-HELLO = Hello(PROTOCOL, "here", "p1", 2, True, {"a": "b"}, 1, 2, 0.0, [])
+HELLO = Hello(PROTOCOL, "here", "p1", 2, True, {"a": "b"}, 1, 2, 9, [1, 7], 0.0, [])
 
 
 def task_of(uid: int) -> Task:

@@ -15,7 +15,7 @@ from megatron_opd.transport.messages import BadMessage
 
 SHAPE = ScoreShape(3, -1.0, 0.5, 0)
 TO_LEARNER: tuple[m.ToLearner, ...] = (
-    m.Hello(m.PROTOCOL, "near", "p", 4, True, {"run.seed": "ab"}, 1, 2, 1.5e9, [3, 4]),
+    m.Hello(m.PROTOCOL, "near", "p", 4, True, {"run.seed": "ab"}, 1, 2, 512, [5, 9], 1.5e9, [3, 4]),
     *(m.Serving(3), m.Gone(5, "empty_response", "prompt 5"), m.Leaving()),
     m.Done(7, "stop", 0.5, 1.5e9, 2.0, "http://127.0.0.1:1", 0, SHAPE, 0.5, 0.0, False),
     m.Want("0000-v1", "rank00000.safetensors", 0, 4096),
