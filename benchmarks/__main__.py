@@ -67,6 +67,7 @@ STUDIES = (
     "findings",
     "prefixes",
     "first_update",
+    "prompt_files",
 )
 WITH_OPTIONS = (
     "step",
@@ -108,6 +109,7 @@ WITH_OPTIONS = (
     "findings",
     "prefixes",
     "first_update",
+    "prompt_files",
 )
 NAMES = (*BENCHMARKS, *STUDIES)
 
