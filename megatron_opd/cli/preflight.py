@@ -57,7 +57,8 @@ class ModelFacts:
 def read_model(path: Path, key: str) -> ModelFacts:
     """Read config.json of a checkpoint; `key` is the config key that named it. Raises UserError."""
     if not path.is_dir():
-        raise UserError(f"{key} must be a Hugging Face checkpoint directory, not found: {path}")
+        found = "got the file" if path.exists() else "not found:"
+        raise UserError(f"{key} must be a Hugging Face checkpoint directory, {found} {path}")
     if (path / ADAPTER).is_file():  # transformers would load it on top of what lies beside it
         raise UserError(f"{key}: {adapter_line(path)}")
     pointer = pointer_in(path)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from pathlib import Path
 
 from megatron_opd.checkpoint.finite import first_not_finite
 from megatron_opd.checkpoint.hf_files import (
     INDEX,
+    ITEM_BYTES,
     SINGLE,
+    Stored,
     check_complete,
     check_dtype,
     check_shape,
@@ -65,6 +67,7 @@ def check_weights(path: Path, key: str, spec: ModelSpec, *, trained: bool = Fals
                 )
         if trained or not is_quantised(path):
             check_complete(tensors, spec, path)
+            _check_unscaled(tensors, spec, path)
             return
         check_tied(tensors, spec, path)
         owners = {each.rpartition(".")[0] for each in tensors} | tensors.keys()
@@ -76,6 +79,18 @@ def check_weights(path: Path, key: str, spec: ModelSpec, *, trained: bool = Fals
                 check_shape(stored, shape, path, name)
     except ValueError as error:
         raise UserError(f"{key}: {error}") from None
+
+
+def _check_unscaled(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -> None:
+    """Raise ValueError for numbers that mean something only with scales, which are not there."""
+    for name in expected_tensors(spec):
+        stored = find(tensors, name)
+        if stored is not None and stored.dtype not in (*ITEM_BYTES, "F64"):
+            raise ValueError(
+                f"{path}: tensor {name} is quantised ({stored.dtype}) and config.json has no "
+                "quantization_config to say how: give the whole checkpoint, or the one that it "
+                "was made from"
+            )
 
 
 def unread_note(path: Path, key: str, spec: ModelSpec) -> str | None:

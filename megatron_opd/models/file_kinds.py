@@ -8,7 +8,15 @@ from pathlib import Path
 
 ADAPTER = "adapter_config.json"
 POINTER = b"version https://git-lfs.github.com/spec/"
-_MEGATRON = ("latest_checkpointed_iteration.txt", ".metadata", "common.pt")
+_MEGATRON = ("latest_checkpointed_iteration.txt", "metadata.json", "common.pt")
+_SHARDS = {
+    "zero_to_fp32.py": "DeepSpeed's shards: `python zero_to_fp32.py . DST --safe_serialization`",
+    "*.distcp": "FSDP's shards: `accelerate merge-weights {path} DST`",
+    "model_world_size_*_rank_*.pt": "verl's shards: `python -m verl.model_merger merge`",
+}
+"""Files beside shards that other trainers write, and what makes one model of these."""
+_INSIDE = ("*/config.json", "snapshots/*/config.json", "*/*/config.json")
+"""Where a model lies below the directory that was named for it."""
 _PICKLES = (
     *("pytorch_model*.bin", "model*.bin", "consolidated*.pt*", "*.gguf", "tf_model*.h5"),
     *("flax_model*.msgpack", "model*.pt", "model*.pth", "pytorch_model*.pt", "*.ckpt", "*.onnx"),
@@ -81,10 +89,26 @@ def other_kind(path: Path) -> str | None:
             f"{path} is a Megatron checkpoint: make a Hugging Face one of it with `opd convert "
             f"megatron-to-hf {path} DST --model HF_DIR`"
         )
+    for name, remedy in _SHARDS.items():
+        if any(path.glob(name)):
+            return f"{path} holds {remedy.format(path=path)} makes a model of them"
     pickles = sorted(file.name for kind in _PICKLES for file in path.glob(kind))
     if pickles:
         return (
             f"{path} holds its weights as {pickles[0]}, not as safetensors: load it with "
             "transformers and write it anew with save_pretrained"
         )
+    lost = next((file for file in sorted(path.glob("*.safetensors")) if not file.exists()), None)
+    if lost is not None:
+        return f"{lost} leads to {lost.readlink()}, which is not there: download the model again"
+    inside = [] if (path / "config.json").exists() else _models_inside(path)
+    if inside:
+        more = f" (of {len(inside)})" if len(inside) > 1 else ""
+        return f"{path} is not a Hugging Face checkpoint, it holds one: name {inside[-1]}{more}"
     return None
+
+
+def _models_inside(path: Path) -> list[Path]:
+    """Return the models of a trainer's output, or of a model's folder in the cache of the hub."""
+    found = [each.parent for kind in _INSIDE for each in path.glob(kind)]
+    return sorted(found, key=lambda each: (each.name.rpartition("-")[2].zfill(9), each))

@@ -151,6 +151,36 @@ def test_what_no_learner_takes_is_no_student(
         refused(capsys, call(tmp_path, config, verb=verb), "student.model", *words)
 
 
+def as_int8(path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    edit(path, lambda t: t.update({name: t[name].to(torch.int8)}))
+
+
+@pytest.mark.parametrize("damage", [as_float8, as_int8])
+def test_a_teacher_whose_scales_are_lost_is_refused(
+    damage: Callable[[Path], None],
+    tmp_path: Path,
+    config: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+):
+    """Before: its server took the numbers as they stand."""
+    config["teacher"]["model"] = str(tiny_qwen3(tmp_path / "damaged"))
+    damage(tmp_path / "damaged")
+    capsys.readouterr()
+    for verb in ("check", "run"):
+        words = ("teacher.model", "up_proj.weight is quantised (", "no quantization_config")
+        refused(capsys, call(tmp_path, config, verb=verb), *words)
+
+
+def test_a_file_is_no_model_directory(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    file = tiny_qwen3(tmp_path / "model") / SINGLE
+    config["student"]["model"] = str(file)
+    capsys.readouterr()
+    refused(capsys, call(tmp_path, config, verb="check"), f"directory, got the file {file}")
+
+
 def same_single_beside_index(path: Path) -> None:
     other_single_beside_index(path)
     edit(path, lambda t: t["model.norm.weight"].div_(2))
