@@ -151,8 +151,9 @@ class DataConfig(Section):
     """Largest share of a file's rows that may be unusable: malformed, an empty prompt, a wrong
     type, or no answer where rewards or an evaluation need one. Such rows are counted and skipped
     before anything starts; above this share the file is rejected. 0 rejects the file at the first
-    unusable row. Rows that are only too long do not count. Raising it trains on what is left of a
-    damaged file."""
+    unusable row. Rows that are only too long do not count. Of more than 64 MiB of training data the
+    rows read so far count, and the run ends where more of them are unusable than chance explains.
+    Raising it trains on what is left of a damaged file."""
     shuffle: bool = True
     """Draws a new order of the prompts every epoch, from run.seed; false keeps the order of the
     file."""
