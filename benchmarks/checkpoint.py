@@ -48,13 +48,15 @@ SHAPE = Shape(samples=16, prompt=16, response=112, least_ids=4, most_ids=4)
 
 def rank_main(base: Path) -> None:
     """One rank: save, train and load in turn; rank 0 prints the figures."""
+    from megatron_opd.checkpoint.stated_heads import heads_of
     from megatron_opd.learner.learner import MegatronLearner
     from megatron_opd.learner.state.state import LearnerState
 
     tree = {"parallel": {"dp": RANKS}, "dtype": "bfloat16", "threads": 1}
     config = LearnerConfig.model_validate(tree)
     learner = MegatronLearner(base / "model", config, updates=100, seed=0, fresh_seed=0)
-    state = LearnerState(learner.model, learner.optimizer, learner.world, config.dtype, 600.0)
+    parts = learner.model, learner.optimizer, learner.world
+    state = LearnerState(*parts, config.dtype, heads_of(learner.spec), 600.0)
     samples = [sample(uid, SHAPE, learner.spec.vocab_size) for uid in range(SHAPE.samples)]
     batch = share(samples, config, learner.world.data_rank, 0)
     path, last = base / "checkpoint", base / "last"

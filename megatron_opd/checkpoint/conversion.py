@@ -35,7 +35,7 @@ class Report:
     """Reports what a conversion did.
 
     units_kept: units of an earlier run. peak_rss_bytes: of this rank. padding_rows: of the source's
-    embedding, beyond the vocabulary, which were not written.
+    embedding, beyond the vocabulary, which were not written. notes: what the user should know.
     """
 
     target: str
@@ -46,6 +46,7 @@ class Report:
     verify_s: float
     peak_rss_bytes: int
     padding_rows: int = 0
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from megatron_opd.checkpoint.digest import entry_of
 from megatron_opd.checkpoint.hf_files import some
 from megatron_opd.checkpoint.megatron_names import Place, places, written_keys
 from megatron_opd.checkpoint.restricted_metadata import METADATA, read_metadata
+from megatron_opd.checkpoint.stated_heads import check_heads
 from megatron_opd.models.families import Key, row_of
 from megatron_opd.models.file_kinds import around_megatron
 from megatron_opd.models.shards import join
@@ -35,13 +36,15 @@ class MegatronSource:
     """Reads tensors of a Megatron distributed checkpoint directory of the model `spec`.
 
     Keys may carry a common prefix, as in a checkpoint that holds an optimizer beside the model.
-    ValueError: not such a directory, cut short, of another model, or with a `.metadata` that names
-    what no checkpoint needs (restricted_metadata.py).
+    heads_told: files of it that tell the model's heads. ValueError: not such a directory, cut
+    short, of another model, or with a `.metadata` that names what no checkpoint needs
+    (restricted_metadata.py).
     """
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         self.path, self.spec = path, spec
         metadata = _metadata_of(path)
+        self.heads_told = check_heads(path, spec)
         self._tensors = {
             key: stored
             for key, stored in metadata.state_dict_metadata.items()

@@ -200,6 +200,8 @@ def _convert(
         crew.leave()
     if crew.rank:
         return 0
+    for note in report.notes:
+        sys.stderr.write(f"note: {note}\n")
     shown = asdict(report)
     shown["verified"] = ["checksums"]
     if arguments.verify:

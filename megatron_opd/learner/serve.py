@@ -11,6 +11,7 @@ import msgspec
 import torch.distributed as dist
 
 from megatron_opd.checkpoint.run_lock import Claim
+from megatron_opd.checkpoint.stated_heads import heads_of
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
@@ -118,6 +119,7 @@ class RankServer:
             self.learner.optimizer,
             self.learner.world,
             config.learner.dtype,
+            heads_of(self.learner.spec),
             config.learner.timeout_s,
         )
         sampled = self.estimator.support.owner == "student"

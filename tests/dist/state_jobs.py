@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs
+from megatron_opd.checkpoint.stated_heads import heads_of
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.state.state import LearnerState
@@ -24,8 +25,10 @@ REPORTED = ("loss", "grad_norm", "reverse_kl_nats", "mismatch_tokens")
 
 
 def keeper(learner: MegatronLearner) -> LearnerState:
+    heads = heads_of(learner.spec)
     return LearnerState(
-        learner.model, learner.optimizer, learner.world, learner.config.dtype, timeout_s=60
+        *(learner.model, learner.optimizer, learner.world, learner.config.dtype, heads),
+        timeout_s=60,
     )
 
 

@@ -1,5 +1,7 @@
 """Every model family at every layout: transformers' logits, and its tensors back bit for bit."""
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -167,6 +169,12 @@ def test_a_learners_checkpoint_becomes_its_weights(models: dict[str, Path], tmp_
     back = load_file(tmp_path / "hf" / "model.safetensors")
     assert state_jobs.digest(back) == result["saved"]
     assert state_jobs.digest(back) != state_jobs.digest(load_file(model / "model.safetensors"))
+    other = shutil.copytree(model, tmp_path / "other")
+    tree = json.loads((other / "config.json").read_text())
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 8}
+    (other / "config.json").write_text(json.dumps(tree | heads))
+    with pytest.raises(ValueError, match=r"state\.json says 4 heads .* config\.json 8 heads"):
+        megatron_to_hf(saved, tmp_path / "cut", dtype=None, crew=Crew(), model=other)
 
 
 @pytest.mark.parametrize("damaged", [False, True])

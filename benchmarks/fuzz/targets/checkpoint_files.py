@@ -15,6 +15,7 @@ from benchmarks.fuzz.mutations import Maker, damaged_json
 from benchmarks.fuzz.places import scratch
 from megatron_opd.checkpoint.state_dirs import MANIFEST, verify
 from megatron_opd.checkpoint.state_files import check_size, read_sums, sums_name
+from megatron_opd.checkpoint.stated_heads import STATE
 from megatron_opd.cli.checkpoints import RUN
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.resume import _earlier_changes, _read_extras
@@ -23,7 +24,7 @@ from megatron_opd.cli.train_shape import read_kept
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import Evaluated, Progress
-from megatron_opd.learner.state.facts import STATE, read_facts
+from megatron_opd.learner.state.facts import read_facts
 from megatron_opd.metrics.persist import dump_totals, restore_totals
 from megatron_opd.metrics.totals import RunTotals
 

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_opd.checkpoint import state_files
+from megatron_opd.checkpoint.stated_heads import STATE
 from megatron_opd.config.wording import line, shown
 
 FORMAT = 2
-STATE = "state.json"
 
 
 @dataclass(frozen=True, slots=True)
 class LearnerFacts:
-    """Holds what state.json says. updates: learner updates made. step: optimizer steps taken."""
+    """Holds what state.json says. updates: learner updates made. step: optimizer steps taken.
+
+    heads: see stated_heads.Heads; empty in older checkpoints.
+    """
 
     format: int
     updates: int
@@ -23,6 +26,7 @@ class LearnerFacts:
     world_size: int
     parallel: dict[str, Any]
     dtype: str
+    heads: dict[str, int] = field(default_factory=dict[str, int])
 
 
 def read_facts(path: Path) -> LearnerFacts:

@@ -31,8 +31,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from megatron_opd.checkpoint import state_files
 from megatron_opd.checkpoint.part_dir import write_synced
 from megatron_opd.checkpoint.run_lock import Claim
+from megatron_opd.checkpoint.stated_heads import STATE, Heads
 from megatron_opd.learner.devices import cpu
-from megatron_opd.learner.state.facts import FORMAT, STATE, LearnerFacts, read_facts
+from megatron_opd.learner.state.facts import FORMAT, LearnerFacts, read_facts
 from megatron_opd.learner.state.model import CONTENT, module_of, sharded_model, without_pickles
 from megatron_opd.learner.state.optimizer import (
     Share,
@@ -49,7 +50,7 @@ from megatron_opd.learner.world import World
 class LearnerState:
     """Saves and loads one learner. Methods are collective; `settle_weights` comes before `save`.
 
-    timeout_s: longest that ranks wait for each other while shards are written.
+    heads: of the model. timeout_s: longest that ranks wait for each other while shards are written.
     """
 
     def __init__(
@@ -58,10 +59,11 @@ class LearnerState:
         optimizer: MegatronOptimizer,
         world: World,
         dtype: str,
+        heads: Heads,
         timeout_s: float,
     ) -> None:
         self._chunks, self._optimizer, self._world, self._dtype = chunks, optimizer, world, dtype
-        self._timeout_s = timeout_s
+        self._heads, self._timeout_s = heads, timeout_s
         self._device_mode = cpu.install()
         self._writer: ShardWriter | None = None
         self.claim: Claim | None = None
@@ -145,7 +147,8 @@ class LearnerState:
 
     def _facts(self, updates: int) -> LearnerFacts:
         step = step_count(self._optimizer)
-        return LearnerFacts(FORMAT, updates, step, self._world.size, self._parallel(), self._dtype)
+        layout = self._world.size, self._parallel()
+        return LearnerFacts(FORMAT, updates, step, *layout, self._dtype, asdict(self._heads))
 
     def _parallel(self) -> dict[str, Any]:
         return self._world.parallel.model_dump(mode="json")
