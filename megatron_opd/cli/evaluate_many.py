@@ -35,7 +35,7 @@ from megatron_opd.metrics.sinks import write_json
 
 Row = dict[str, Any]
 READ_AS = (
-    *("prompt_key", "answer_key", "task_key", "stop_key", "tools_key"),
+    *("prompt_key", "answer_key", "task_key", "tasks", "stop_key", "tools_key"),
     *("chat_template", "chat_template_kwargs", "system_prompt", "continue_assistant"),
 )
 """Keys of `data` that decide what a row of a held-out set asks."""

@@ -334,7 +334,7 @@ def ending_of(config: Config, models: CheckedModels) -> Ending:
 def make_verifiers(config: Config) -> TaskVerifiers:
     """Make the verifiers that rows may name, or that of data.task; to be entered once."""
     by_row = config.data.task_key is not None
-    tasks = row_tasks(config, needed=True) if by_row else (config.data.task,)
+    tasks = row_tasks(config, needed=True).values() if by_row else (config.data.task,)
     return TaskVerifiers(tasks, config.verifier)
 
 

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 
 from megatron_opd.cli.errors import RunFailed, UserError
 from megatron_opd.config.schema import Config
+from megatron_opd.config.wording import shown
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.tasks import TASKS, get_task
 from megatron_opd.verifiers.reward import VerifierFailed
@@ -26,18 +27,25 @@ def check_isolation(config: Config) -> None:
         )
 
 
-def row_tasks(config: Config, needed: bool) -> tuple[str, ...]:
-    """Return the verifiers that a row may name in data.task_key.
+def row_tasks(config: Config, needed: bool) -> dict[str, str]:
+    """Return the verifier of each value that a row may have in data.task_key. Raises UserError.
 
-    Only built-in ones and that of data.task: a data file cannot name code to import. needed:
-    whether each must give rewards.
+    Those of data.tasks, and the names of built-in ones and that of data.task: a data file cannot
+    name code to import. needed: whether each must give rewards.
     """
-    allowed = {config.data.task, *TASKS} - {"code"}
-    if config.verifier.code.enabled:
-        allowed.add("code")
-    if needed:
-        allowed -= {name for name in allowed if get_task(name).verify is None}
-    return tuple(sorted(allowed))
+    for value, name in config.data.tasks.items():
+        try:
+            get_task(name)
+        except ValueError as error:
+            raise UserError(f"data.tasks: {shown(value, 80)}: {error}") from None
+    code = {"code"} if config.verifier.code.enabled else set[str]()
+    names = {config.data.task, *TASKS} - {"code"} | code
+    meant = {name: name for name in sorted(names)} | config.data.tasks
+    return {
+        value: name
+        for value, name in meant.items()
+        if not needed or get_task(name).verify is not None
+    }
 
 
 @asynccontextmanager

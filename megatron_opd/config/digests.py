@@ -21,6 +21,7 @@ NOT_THE_LEARNERS = (
     "data.train",
     "data.heldout*",
     "data.task",
+    "data.tasks*",
     "data.*_key",
     "data.epochs",
     "data.chat_template",

@@ -242,10 +242,12 @@ def _rewards(config: ConfigTree) -> str | None:
 
 
 def _code(config: ConfigTree) -> str | None:
-    if config.data.task == "code" and not config.verifier.code.enabled:
+    key = "task" if config.data.task == "code" else "tasks"
+    named = config.data.task, *config.data.tasks.values()
+    if "code" in named and not config.verifier.code.enabled:
         return (
-            "data.task code needs verifier.code.enabled: true, which lets programs that the model "
-            "has written run on this machine, got false; set it, or another data.task"
+            f"data.{key} code needs verifier.code.enabled: true, which lets programs that the "
+            f"model has written run on this machine, got false; set it, or another data.{key}"
         )
     return None
 

@@ -122,6 +122,10 @@ class DataConfig(Section):
     """Name of the column that names a row's verifier: a built-in one, or what data.task names;
     rows may lack it. A mixture of files can so be judged each in its own way. null: data.task
     judges all."""
+    tasks: dict[str, str] = Field(default_factory=dict[str, str])
+    """Verifiers of values of the column task_key that are no verifiers' names, such as the data
+    sets of {openai/gsm8k: math, lighteval/MATH: math}: built-in ones, or MODULE:FUNCTION. Needs
+    task_key. Each MODULE:FUNCTION more is imported by every worker."""
     id_key: str = "id"
     """Name of the column that holds a row's own name, text or a number; rows may lack it, and are
     then named by file and line."""
@@ -175,6 +179,15 @@ class DataConfig(Section):
             raise ValueError(
                 f"{' and '.join(twice)} must name different columns, "
                 f"got {', '.join(shown(columns[key]) for key in twice)}"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _only_a_column_has_values(self) -> DataConfig:
+        if self.tasks and self.task_key is None:
+            raise ValueError(
+                f"tasks needs task_key, the column of its values, got {shown(self.tasks)} without "
+                "it; set task_key or leave it out"
             )
         return self
 

@@ -37,9 +37,10 @@ class Columns:
     choices: texts, and the values they may have. answers: strings, finite numbers and dates (which
     become text), or lists of them, None where missing, null or blank. needed: whether a row without
     an answer is a fault. A row may lack the others: limits are whole numbers and the most they may
-    be, stops are texts or lists of texts, names are texts or numbers, tasks are texts and the
-    values they may have. reward_weight, teacher_weight: finite numbers >= 0, None where missing or
-    null, which is 1; not both are 0, and a row of reward weight 0 needs no answer.
+    be, stops are texts or lists of texts, names are texts or numbers, tasks are texts, and the
+    verifier that each of their values means. reward_weight, teacher_weight: finite numbers >= 0,
+    None where missing or null, which is 1; not both are 0, and a row of reward weight 0 needs no
+    answer.
     """
 
     texts: Sequence[str] = ()
@@ -51,7 +52,7 @@ class Columns:
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
     stops: Sequence[str] = ()
     names: Sequence[str] = ()
-    tasks: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
+    tasks: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
     reward_weight: str | None = None
     teacher_weight: str | None = None
 
@@ -93,7 +94,7 @@ class Columns:
         record |= weights | {key: read_answer(row, key, needed=needed) for key in self.answers}
         record |= {key: read_limit(row, key, most) for key, most in self.limits.items()}
         record |= {key: read_stops(row, key) for key in self.stops}
-        record |= {key: read_task(row, key, allowed) for key, allowed in self.tasks.items()}
+        record |= {key: read_task(row, key, meant) for key, meant in self.tasks.items()}
         return record | {key: read_name(row, key) for key in self.names}
 
     def checked(self, row: Located | Fault) -> tuple[str, Record] | Fault:

@@ -42,17 +42,19 @@ def read_choice(row: Row, key: str, allowed: Collection[str], cause: str) -> str
     return value
 
 
-def read_task(row: Row, key: str, allowed: Collection[str]) -> str | None:
-    """Return the name of a row's verifier; None where it is missing or null."""
+def read_task(row: Row, key: str, meant: Mapping[str, str]) -> str | None:
+    """Return the name of a row's verifier, which its value means; None: it is missing or null."""
     if value_of(row, key) is None:
         return None
     try:
-        return read_choice(row, key, allowed, UNKNOWN_TASK)
+        return meant[read_choice(row, key, meant, UNKNOWN_TASK)]
     except Unusable as error:
         if error.cause != UNKNOWN_TASK:
             raise
         remedy = "leave data.task_key null and name the verifier of all rows in data.task"
-        raise Unusable(UNKNOWN_TASK, f"{error}; give it such names, or {remedy}") from None
+        raise Unusable(
+            UNKNOWN_TASK, f"{error}; name the verifier that it means in data.tasks, or {remedy}"
+        ) from None
 
 
 def read_answer(row: Row, key: str, *, needed: bool) -> RightAnswer | None:

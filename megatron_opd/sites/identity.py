@@ -38,7 +38,7 @@ NOT_THE_SITES = (
     "simulation*",
 )
 """Keys that a site does not read, or that may differ between it and its learner."""
-ALIKE_BESIDES = ("run.seed", "data.task", "schedule.in_flight", "learner.routing_replay")
+ALIKE_BESIDES = ("run.seed", "data.task*", "schedule.in_flight", "learner.routing_replay")
 """Keys in the sections above that must be alike."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt")
 
@@ -48,7 +48,7 @@ def site_digests(config: Config) -> dict[str, str]:
     return {
         key: digest
         for key, digest in value_digests(config).items()
-        if key in ALIKE_BESIDES or not matches(key, NOT_THE_SITES)
+        if matches(key, ALIKE_BESIDES) or not matches(key, NOT_THE_SITES)
     }
 
 

@@ -92,6 +92,38 @@ def test_a_row_may_name_a_built_in_verifier_or_that_of_data_task(
     refused(capsys, call(tmp_path, tree), "data.task_key must name a column", "'by'", "leave it")
 
 
+def test_a_value_may_mean_a_verifier(
+    tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]
+):
+    """As verl's data_source; what it means is the configuration's, and may be code."""
+    mine = "tests.support.rogue_verifiers:equal"
+    meant = {"openai/gsm8k": "math", "mine": mine, "exact": "multiple_choice"}
+    rows = [{"by": "openai/gsm8k"}, {"by": "mine"}, {"by": "exact"}, {"by": "math"}]
+    tree = Config.model_validate(with_rows(tmp_path, config, *rows, tasks=meant))
+    made = prepare(tree)
+    tasks = [prompt.task for prompt in islice(made.prompts, 4)]
+    assert tasks == ["math", mine, "multiple_choice", "math"]
+    assert row_tasks(tree, needed=True).keys() >= meant.keys()
+
+    async def scenario():
+        assert made.judge is not None
+        judge = replace(made.judge, text=ResponseText(lambda ids: "6/3"))
+        async with judging(judge):
+            asked = [replace(make_prompt(0), answer="2", task=task) for task in tasks[:2]]
+            return [await judge.reward(prompt, [5], Ending()) for prompt in asked]
+
+    assert asyncio.run(scenario()) == [1.0, 0.0]
+    tree = with_rows(tmp_path, config, {"by": "lighteval/MATH"}, tasks=meant)
+    words = "'by' must be one of", "got 'lighteval/MATH'", "in data.tasks, or leave data.task_key"
+    refused(capsys, call(tmp_path, tree), *words)
+    for name, said in (("gsm8k", "unknown task 'gsm8k'"), ("code", "verifier.code.enabled")):
+        tree = with_rows(tmp_path, config, tasks={"openai/gsm8k": name})
+        refused(capsys, call(tmp_path, tree), "data.tasks", said)
+    tree = with_rows(tmp_path, config, tasks=meant)
+    tree["data"]["task_key"] = None
+    refused(capsys, call(tmp_path, tree), "tasks needs task_key")
+
+
 def test_rows_that_need_a_reward_cannot_do_without_a_verifier(
     tmp_path: Path, config: dict, capsys: pytest.CaptureFixture[str]
 ):

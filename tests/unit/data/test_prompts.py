@@ -367,19 +367,21 @@ def test_a_row_may_name_its_verifier(tmp_path, tokenizer):
     lines = (
         '{"prompt": "a", "answer": "1", "by": "exact"}\n',
         '{"prompt": "b", "answer": "1", "by": null}\n{"prompt": "c", "answer": "1"}\n',
+        '{"prompt": "f", "answer": "1", "by": "gsm"}\n',
         '{"prompt": "d", "answer": "1", "by": "os:system"}\n',
         '{"prompt": "e", "answer": "1", "by": 3}\n',
     )
     path = write_lines(tmp_path / "a.jsonl", *lines)
-    columns = Columns(("prompt",), ("answer",), tasks={"by": ("exact", "math")})
+    columns = Columns(("prompt",), ("answer",), tasks={"by": {"exact": "exact", "gsm": "math"}})
     loaded = load_prompts(path, tokenizer, PromptRules(columns, 9, max_bad_fraction=0.9))
     assert [(prompt.text, prompt.task) for prompt in loaded.prompts] == [
         ("a", "exact"),
         ("b", None),
         ("c", None),
+        ("f", "math"),
     ]
     assert loaded.tally.skipped == {"unknown_task": 1, "wrong_type": 1}
-    assert "'by' must be one of exact, math, got 'os:system'" in loaded.tally.first("unknown_task")
+    assert "'by' must be one of exact, gsm, got 'os:system'" in loaded.tally.first("unknown_task")
     assert "leave data.task_key null and name the verifier" in loaded.tally.first("unknown_task")
     assert loaded.tally.unseen == frozenset()
     lacking = write_lines(tmp_path / "b.jsonl", '{"prompt": "a", "answer": "1"}\n')
