@@ -17,6 +17,10 @@ from megatron_opd.data.faults import Unusable
 
 WHOLE_FLOATS = 2**53
 """Above it a float cannot hold every whole number, so its digits may differ from the file's."""
+SURE_DIGITS = 15
+"""Digits of a number that its float gives back as they were."""
+PLAINLY = (1e-7, 1e21)
+"""Floats between are written without an exponent, as people and the writers of JSON do."""
 MOST_BITS = 4096
 """Bits of the largest number."""
 LOG2_10 = math.log2(10)
@@ -91,6 +95,10 @@ def written_number(value: int | float | Decimal | Fraction, key: str) -> str:
         raise Unusable("not_finite", f"{key!r} must be a finite number, got {shown[:20]}")
     if isinstance(value, float) and value.is_integer() and abs(value) <= WHOLE_FLOATS:
         return str(int(value))
+    if isinstance(value, float) and PLAINLY[0] <= abs(value) < PLAINLY[1]:
+        text = np.format_float_positional(value, trim="-")
+        if abs(value) <= WHOLE_FLOATS or len(text.strip("-0")) <= SURE_DIGITS:
+            return text
     return str(value)
 
 

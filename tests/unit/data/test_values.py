@@ -156,6 +156,28 @@ def test_limits_and_weights_of_other_libraries():
         read_weight(row, "n")
 
 
+@pytest.mark.parametrize(
+    ("number", "answer"),
+    [
+        *((5e-05, "0.00005"), (-1.5e-7, "-0.00000015"), (1e-08, "1e-08"), (0.0001, "0.0001")),
+        *((1e16, "10000000000000000"), (1.5e20, "150000000000000000000"), (1e21, "1e+21")),
+        *((0.30000000000000004, "0.30000000000000004"), (-0.0, "0"), (123456.5, "123456.5")),
+        *((1.2345678901234567e16, "1.2345678901234568e+16"), (float(2**53), str(2**53))),
+    ],
+)
+def test_a_float_is_written_as_people_do(number: float, answer: str):
+    """Before: a right 0.00005 was graded wrong."""
+    assert read_answer({"answer": number}, "answer", needed=True) == answer
+
+
+@given(st.decimals("1e-6", "1e20", allow_nan=False, places=6))
+def test_a_float_gives_back_what_was_written(number: Decimal):
+    digits = number.normalize().as_tuple().digits
+    if len(digits) <= 15:
+        found = read_answer({"answer": float(number)}, "answer", needed=True)
+        assert found == f"{number.normalize():f}"
+
+
 def test_columns_of_short_floats_hold_what_was_written(tmp_path):
     from pyarrow import parquet
 
