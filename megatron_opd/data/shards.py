@@ -6,6 +6,7 @@ left out in silence.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import re
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 from megatron_opd.config.wording import shown
 from megatron_opd.data.values import listed
+from megatron_opd.models.file_kinds import is_pointer, pointer_line
 
 LINES, VALUES, PARQUET, CSV = "lines", "values", "parquet", "csv"
 KINDS = {".jsonl": LINES, ".ndjson": LINES, ".json": VALUES, ".parquet": PARQUET, ".csv": CSV}
@@ -20,6 +22,9 @@ PACKED = {".gz": "gzip", ".zst": "zstd"}
 BESIDE = re.compile(r"[._].*|readme.*|licen[cs]e.*|.*\.md|dataset_infos?\.json", re.IGNORECASE)
 """Names of the files that lie beside rows and hold none."""
 SPLIT = re.compile(r"(?<![a-z])(train|test|val|valid|validation|dev|eval)(?![a-z])", re.IGNORECASE)
+
+PART = re.compile(r"(.*-)([0-9]{5,9})-of-([0-9]{5,9})(.*)")
+"""How writers of data sets name one of several parts: train-00000-of-00003.parquet."""
 
 
 class Kind(NamedTuple):
@@ -80,7 +85,49 @@ def data_files(path: Path) -> list[Path]:
         files = [path]
     else:
         raise ValueError(f"data file not found: {path}")
-    return _of_one_kind(path, files)
+    files = _of_one_kind(path, files)
+    for file in files:
+        if is_pointer(file):
+            raise ValueError(pointer_line(file))
+    if files != [path]:
+        _check_parts(path, files)
+    return files
+
+
+def _check_parts(path: Path, files: list[Path]) -> None:
+    """Raise ValueError if some of several parts lack, or if files were written twice.
+
+    Parts that a pattern leaves out are not meant. They count from 0, or from 1.
+    """
+    found: dict[tuple[Path, str, str], dict[str, set[int]]] = {}
+    for file in files:
+        if part := PART.fullmatch(file.name):
+            parts = found.setdefault((file.parent, part[1], part[4]), {})
+            parts.setdefault(part[3], set()).add(int(part[2]))
+    for (folder, before, behind), by_count in found.items():
+        if len(by_count) > 1:
+            raise ValueError(
+                f"{path} holds parts of {' and of '.join(sorted(by_count))} files named "
+                f"{before}...{behind}: give a pattern of one, such as "
+                f"{before}*-of-{min(by_count)}{behind}"
+            )
+        for count, numbers in by_count.items():
+            first = int(0 not in numbers and int(count) in numbers)
+            every = range(first, first + int(count))
+            lacking = next((n for n in every if n not in numbers), None)
+            if lacking is None:
+                continue
+            name = f"{before}{lacking:0{len(count)}}-of-{count}{behind}"
+            if _means(path, folder / name):
+                raise ValueError(
+                    f"{path} lacks {name}; {len(numbers)} of {int(count)} parts are there: fetch "
+                    "the others, or give a pattern of those that are meant"
+                )
+
+
+def _means(path: Path, file: Path) -> bool:
+    """Return whether a folder or pattern would take a file, if it were there."""
+    return path.is_dir() or fnmatch.fnmatch(str(file), str(path))
 
 
 def _rows_alone(path: Path, found: list[Path]) -> list[Path]:

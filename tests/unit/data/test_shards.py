@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import re
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -303,3 +304,49 @@ def test_a_function_that_returns_no_mappings_says_what_to_return(
         list(located_rows(Path(f"{module}:{made}"), ("prompt",), ("prompt",)))
     good = Path(f"{module}:good")
     assert data_crc32([good]) == data_crc32([good])
+
+
+def parts(folder: Path, *names: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in names:
+        (folder / name).write_bytes(jsonl(ROWS[:1]))
+    return folder
+
+
+ONE_OF_TWO = "a-00000-of-00002.jsonl"
+TWO_OF_TWO = "a-00001-of-00002.jsonl"
+
+
+@pytest.mark.parametrize(
+    ("names", "pattern", "words"),
+    [
+        ([ONE_OF_TWO], "", "lacks a-00001-of-00002.jsonl; 1 of 2 parts are there"),
+        ([TWO_OF_TWO], "*.jsonl", "lacks a-00000-of-00002.jsonl; 1 of 2"),
+        (["a-00001-of-00003.jsonl", "a-00003-of-00003.jsonl"], "", "lacks a-00002-of-00003.jsonl"),
+        ([ONE_OF_TWO], ONE_OF_TWO, None),
+        ([ONE_OF_TWO, TWO_OF_TWO], "", None),
+        (["a-00001-of-00002.jsonl", "a-00002-of-00002.jsonl"], "", None),
+        ([ONE_OF_TWO, "a-00002-of-00003.jsonl"], "a-0000[02]-of-*", "parts of 00002 and of 00003"),
+        ([ONE_OF_TWO, "a-00005-of-00007.jsonl"], "a-0000[0]-of-00002*", None),
+        ([ONE_OF_TWO, TWO_OF_TWO, "b-00000-of-00002.jsonl"], "", "lacks b-00001-of-00002.jsonl"),
+        (["a-00000-of-999999999.jsonl"], "", "1 of 999999999 parts"),
+        (["a-00000-of-00001.jsonl", "a.jsonl"], "", None),
+    ],
+)
+def test_parts_that_lack_are_named(
+    names: list[str], pattern: str, words: str | None, tmp_path: Path
+):
+    """Before: a run learned from what had arrived."""
+    path = parts(tmp_path / "rows", *names) / pattern
+    if words is None:
+        assert data_files(path)
+        return
+    with pytest.raises(ValueError, match=re.escape(words)):
+        data_files(path)
+
+
+def test_a_pointer_to_rows_is_named(tmp_path: Path):
+    (tmp_path / "a.parquet").write_text("version https://git-lfs.github.com/spec/v1\nsize 9\n")
+    for path in (tmp_path, tmp_path / "a.parquet", tmp_path / "*.parquet"):
+        with pytest.raises(ValueError, match=r"is a git-LFS pointer, .* run `git lfs pull`"):
+            data_files(path)
