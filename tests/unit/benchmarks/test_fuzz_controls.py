@@ -1,7 +1,8 @@
-"""Every target of the wires between processes finds a border that lets something through."""
+"""Targets find a border that lets something through: all of the wires, some of the readers."""
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -65,6 +66,30 @@ def repeated_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(giving, "set", list, raising=False)
 
 
+def late_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lose the first token of a prompt."""
+    from megatron_opd.data import pairs
+
+    made = pairs._pair
+
+    def late(prompt: Any, response: Any) -> pairs.Pair:
+        pair = made(prompt, response)
+        return replace(pair, prompt_ids=pair.prompt_ids[1:])
+
+    monkeypatch.setattr(pairs, "_pair", late)
+
+
+def questions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learn to write what users say."""
+    from megatron_opd.data import pairs
+
+    def every(self: pairs.PairMaker, chat: Any) -> Any:
+        for n in range(1, len(chat)):
+            yield self._answer(pairs.chat_like(chat, chat[:n]), chat[n])
+
+    monkeypatch.setattr(pairs.PairMaker, "_of_chat", every)
+
+
 def lenient_decoder(module: str, name: str) -> Break:
     """Read anything as the first thing that was read."""
 
@@ -105,6 +130,9 @@ CONTROLS: list[tuple[str, Break]] = [
     ("weight_manifests", without("sglang_bridge.weights.manifest", "_check_array")),
     ("weight_messages", lenient_decoder("megatron_opd.weight_sync.disk_messages", "decoded")),
     ("watch_queries", without("megatron_opd.watch.query", "whole", 10**9)),
+    ("sft_pairs", without("megatron_opd.data.pairs", "PairMaker._ended")),
+    ("sft_pairs", late_prompts),
+    ("sft_pairs", questions_too),
     ("fleet_mail", lenient_decoder("megatron_opd.cli.fleet_mail", "_taken")),
 ]
 
