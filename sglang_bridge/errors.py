@@ -142,6 +142,13 @@ def one_line(text: str, limit: int = 400) -> str:
     return flat if len(flat) <= limit else flat[: limit - 3] + "..."
 
 
+def some(names: Iterable[str], shown: int = 3) -> str:
+    """Returns `2 tensors: a, b`; the first few of many."""
+    listed = sorted(names)
+    first = ", ".join(map(one_line, listed[:shown])) + (", ..." if len(listed) > shown else "")
+    return f"{len(listed)} tensor{'s' * (len(listed) > 1)}: {first}"
+
+
 def exit_text(code: int) -> str:
     """Returns how a process ended, in words; negative codes are signals."""
     return f"exit code {code}" if code >= 0 else f"signal {-code}"

@@ -7,7 +7,7 @@ Format (huggingface/safetensors, "Format"): 8 bytes little-endian header length,
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -18,6 +18,7 @@ from megatron_opd.models.families import in_memory
 from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import expected_tensors
+from sglang_bridge.errors import some
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -312,10 +313,3 @@ def _is_name(value: object) -> bool:
     if not isinstance(value, str) or len(value.encode("utf-8", "replace")) > 255:
         return False
     return value != "" and value == Path(value).name and value.isprintable()
-
-
-def some(names: Iterable[str]) -> str:
-    """Return `2 tensors: a, b`; the first few of many."""
-    listed = sorted(names)
-    first = ", ".join(map(line, listed[:SHOWN])) + (", ..." if len(listed) > SHOWN else "")
-    return f"{len(listed)} tensor{'s' * (len(listed) > 1)}: {first}"

@@ -17,7 +17,6 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_opd.checkpoint.digest import entry_of
-from megatron_opd.checkpoint.hf_files import some
 from megatron_opd.checkpoint.megatron_names import Place, places, written_keys
 from megatron_opd.checkpoint.restricted_metadata import METADATA, read_metadata
 from megatron_opd.checkpoint.stated_heads import check_heads
@@ -26,6 +25,7 @@ from megatron_opd.models.file_kinds import around_megatron
 from megatron_opd.models.shards import join
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import hf_shapes, model_keys
+from sglang_bridge.errors import some
 
 DESCRIPTION = "metadata.json"
 EMBEDDING = "embedding.word_embeddings.weight"

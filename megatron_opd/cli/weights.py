@@ -16,7 +16,6 @@ from megatron_opd.checkpoint.hf_files import (
     check_shape,
     check_tied,
     find,
-    some,
     stored_tensors,
     unread_tensors,
 )
@@ -25,6 +24,7 @@ from megatron_opd.models.families import in_memory
 from megatron_opd.models.file_kinds import other_kind
 from megatron_opd.models.spec import ModelSpec, read_config
 from megatron_opd.models.tensors import expected_tensors
+from sglang_bridge.errors import some
 
 PLAIN = ("embed_tokens.weight", "norm.weight", "gate.weight", ".bias")
 """Ends of names of tensors that quantised checkpoints hold as they are."""

@@ -15,7 +15,7 @@ import bisect
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from math import isfinite
 from typing import Any
 
@@ -23,7 +23,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang_bridge.errors import one_line
+from sglang_bridge.errors import one_line, some
 from sglang_bridge.server import compat, pieces
 from sglang_bridge.server.spec import MODEL_KEY_VARIABLE, REFUSED
 
@@ -49,7 +49,6 @@ MAY_STAY = ("scale", "zero", "offset", "amax")
 """Parts of names of parameters that quantised checkpoints may leave out: a constant stands in."""
 HARMLESS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """Ends of names of tensors that follow from config.json, and that no model reads."""
-SHOWN = 3
 
 _is_draft = False  # whether SGLang loads the model that drafts for another
 
@@ -99,7 +98,7 @@ def around_load_weights(
         refuse(f"lacks {some(names)}, which a model of its config.json has")
     unread = tuple(sorted(set.intersection(*(set(each[2]) for each in found))))
     if unread:
-        logger.warning("%s of the checkpoint were not read by the model", some(unread))
+        logger.warning("the model leaves unread %s", some(unread))
 
 
 def refuse(what: str) -> None:
@@ -109,12 +108,6 @@ def refuse(what: str) -> None:
         sys.stderr.write(f"{REFUSED}{key}: {compat.model_path()} {what}\n")
         sys.stderr.flush()
     raise Incomplete(what)
-
-
-def some(names: Sequence[str]) -> str:
-    """Returns `2 tensors (a, b)`; the first few of many."""
-    first = ", ".join(names[:SHOWN]) + (", ..." if len(names) > SHOWN else "")
-    return f"{len(names)} tensor{'s' * (len(names) > 1)} ({first})"
 
 
 # ---------------------------------------------------------------- what was not written

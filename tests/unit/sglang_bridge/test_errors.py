@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sglang_bridge.errors import ServerRefused, one_line, printable
+from sglang_bridge.errors import ServerRefused, one_line, printable, some
 
 
 @pytest.mark.parametrize(
@@ -40,3 +40,11 @@ def test_a_megabyte_is_cut_before_it_is_looked_at():
 def test_a_servers_explanation_is_safe_to_print():
     error = ServerRefused("http://host:1", "/generate", 400, "no\x1b[31m\nway")
     assert str(error) == "http://host:1/generate: HTTP 400: no\\x1b[31m way"
+
+
+def test_names_of_a_checkpoint_stay_on_one_line():
+    """Whoever wrote the checkpoint chose them."""
+    assert some(["b"]) == "1 tensor: b"
+    assert some(iter("dcab")) == "4 tensors: a, b, c, ..."
+    assert some(["a\n\x1b[2Jb"]) == "1 tensor: a \\x1b[2Jb"
+    assert len(some(["x" * 10_000])) < 500

@@ -115,14 +115,14 @@ def test_each_tensor_of_each_family_is_missed_by_name(tmp_path: Path):
         if name is None:
             assert found["refused"] is None, path
         else:
-            refused = found["refused"].split(" (")[1].split(")")[0].split(", ")
+            refused = found["refused"].split(": ")[1].split(", which")[0].split(", ")
             assert name in refused, found
             # a quantised matrix has scales of its own, and neither was written
             assert set(refused) <= {name, f"{name}_scale"}
     named = [" ".join(each["unread"]) for each in every]
     assert named[:2] == ["", ""]
-    assert "1 tensor (model.layers.0.self_attn.q_proj.bias)" in named[2]
-    assert "2 tensors (model.layers.7.input_layernorm.weight, v_head.weight)" in named[3]
+    assert "1 tensor: model.layers.0.self_attn.q_proj.bias" in named[2]
+    assert "2 tensors: model.layers.7.input_layernorm.weight, v_head.weight" in named[3]
     assert set(named[4:]) == {""}
 
 
@@ -142,7 +142,7 @@ def test_ranks_agree_on_what_is_missing(tmp_path: Path):
     assert found[0]["refused"] is None
     assert found[0]["unread"] == []
     for each, name in zip(found[1:], names, strict=True):
-        assert f"lacks 1 tensor ({name})" in each["refused"]
+        assert f"lacks 1 tensor: {name}, which" in each["refused"]
 
 
 # ---------------------------------------------------------------- quantised layouts
