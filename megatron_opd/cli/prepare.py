@@ -171,7 +171,7 @@ def read_inputs(
         if elsewhere and not _is_here(each.file):
             absent.append(f"data.{key} {each.file}: not here")
         else:
-            heldout[name] = read_heldout(config, name, models, first_rows)
+            heldout[name] = read_heldout(config, name, models, first_rows, judge_all=judge_all)
     watched = frozenset(prompt.text for each in heldout.values() for prompt in each.examples)
     train = ()
     if not gone:
@@ -264,12 +264,23 @@ def read_train(
 
 
 def read_heldout(
-    config: Config, name: str, models: CheckedModels, first_rows: int | None = None
+    config: Config,
+    name: str,
+    models: CheckedModels,
+    first_rows: int | None,
+    *,
+    judge_all: bool,
 ) -> PromptSet:
-    """Load a set of data.heldout, of a large file only the problems needed. Raises UserError."""
+    """Load a set of data.heldout, of a large file only the problems needed. Raises UserError.
+
+    judge_all: judge all rows even then.
+    """
     path, rules = config.data.heldout[name].file, prompt_rules(config, models, heldout=True)
     file = opened(key_of_set(config, name), path, rules)
-    enough = config.heldout[name].problems if file.rows.num_bytes > WHOLE_BYTES else None
+    large = file.rows.num_bytes > WHOLE_BYTES
+    if large and judge_all:
+        return checked(partial(file.drawable, models.tokenizer, judge_all=True))
+    enough = config.heldout[name].problems if large else None
     return checked(partial(file.loaded, models.tokenizer, first_rows, enough))
 
 

@@ -21,6 +21,7 @@ import psutil
 import pytest
 import yaml
 
+from megatron_opd.data.prompts import WHOLE_BYTES
 from megatron_opd.metrics.compare import compare_rows
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, tiny_spec
@@ -54,10 +55,12 @@ def elsewhere(
 
 
 def write_config(root: Path, elsewhere: dict[str, dict[str, Any]]) -> Path:
-    """A run that can be repeated."""
+    """A run that can be repeated. Its rows are read when they are drawn, for the file is large."""
     weights = ({"kl": 0}, {"own": 0}, {"own": 0.5, "kl": 2})
     rows = [{"prompt": f"{i}+{i}=", "answer": "x"} | weights[i % 3] for i in range(15)]
-    lines = [json.dumps(row) for row in rows]
+    rows[5:5] = rows[9:9] = [{"prompt": ""}]
+    unread = {"notes": "x" * (WHOLE_BYTES // len(rows))}
+    lines = [json.dumps(row | unread) for row in rows]
     terms = [{"objective": {"type": "reverse_kl"}}, {"objective": {"type": "grpo"}}]
     (root / "train.jsonl").write_text("\n".join(lines) + "\n")
     server = {"dtype": "float32", "max_total_tokens": 8192, "context_length": 256}
@@ -66,6 +69,7 @@ def write_config(root: Path, elsewhere: dict[str, dict[str, Any]]) -> Path:
         "data": {
             "train": str(root / "train.jsonl"),
             "task": "tests.support.verdicts:is_of_even_length",
+            "max_bad_fraction": 0.5,
             "reward_weight_key": "own",
             "teacher_weight_key": "kl",
             "curriculum": {"type": "pass_rate", "low": 0.4, "high": 0.6, "outside": 0.3},

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 from megatron_opd.cli import prepare
 from megatron_opd.cli.main import main
+from megatron_opd.config.schema import Config
 from tests.support.cli_cases import call, refused
 
 
@@ -237,7 +238,7 @@ def test_check_judges_a_sample_of_a_large_file_and_with_data_all_of_it(
     rows[2000] = '{"prompt": "", "answer": "2"}\n'
     train.write_text("".join(rows))
     heldout = tmp_path / "heldout.jsonl"
-    heldout.write_text("".join(rows[1900:1990]))
+    heldout.write_text("".join(rows[1000:1990]))
     config["data"]["heldout"] = str(heldout)
     config["evaluation"] = {"problems": 8}
     config["data"]["max_new_tokens_key"] = "most"
@@ -250,6 +251,7 @@ def test_check_judges_a_sample_of_a_large_file_and_with_data_all_of_it(
     assert squeezed(f"{judged[1]} of 3000 rows were judged, opd check --data judges all") in text
     said = f"data.max_new_tokens_key: none of the {judged[1]} rows read so far has 'most'"
     assert squeezed(said) in text
+    assert squeezed(f"{heldout}: the first 64 rows read") in text
     assert call(tmp_path, config, "--data", verb="check") == 2
     words = "data.max_new_tokens_key must name a column of data.train, got 'most', which no row has"
     refused(capsys, 2, words)
@@ -260,6 +262,29 @@ def test_check_judges_a_sample_of_a_large_file_and_with_data_all_of_it(
     assert squeezed(f"1 empty, first {train}:2001: 'prompt' is empty") in text
     assert squeezed("prompts of data.heldout") in text
     assert squeezed(f"are in data.train {train} too") in text
+    assert squeezed(f"{heldout}: all 990 rows read, 0 to be skipped") in text
+
+
+def test_a_run_reads_as_many_problems_of_a_large_file_as_it_needs(
+    tmp_path: Path, config: dict, monkeypatch
+):
+    monkeypatch.setattr(prepare, "WHOLE_BYTES", 1000)
+    lines = [json.dumps({"prompt": f"{n}+1=", "answer": "2"}) + "\n" for n in range(600)]
+    (tmp_path / "heldout.jsonl").write_text("".join(lines))
+    config["data"]["heldout"] = str(tmp_path / "heldout.jsonl")
+    config["evaluation"] = {"problems": 8}
+    made = Config.model_validate(config)
+    inputs = prepare.read_inputs(made)
+    (found,) = inputs.heldout.values()
+    assert [prompt.text for prompt in found.examples] == [f"{n}+1=" for n in range(8)]
+    assert found.tally.rows == 256
+    assert [each.drawn for each in inputs.train] == [None]
+    kept = prepare.read_train(made, inputs.checked, prepare.HowRead(by_row=True))
+    assert [each.drawn is None for each in kept] == [False]
+    monkeypatch.setattr(prepare, "WHOLE_BYTES", 1)
+    assert [each.drawn is None for each in prepare.read_train(made, inputs.checked)] == [False]
+    whole = prepare.read_train(made, inputs.checked, prepare.HowRead(by_row=False))
+    assert [each.drawn for each in whole] == [None]
 
 
 @pytest.mark.parametrize(("value", "what"), [(np.nan, "NaN"), (np.inf, "an infinity")])

@@ -305,3 +305,32 @@ def test_other_weights_begin_anew_with_nothing_passed_over():
         *(f"x{i}" for i in (0, 2, 3, 4)),
         *(f"y{i}" for i in range(4)),
     }
+
+
+@pytest.mark.parametrize("curriculum", [False, True])
+def test_a_run_that_goes_on_passes_over_the_same_rows(curriculum: bool):
+    more = {"curriculum": {"low": 0.2, "high": 0.8}, "task": "arithmetic"} if curriculum else {}
+    run, bad = config(weights=False, size=2, **more), {"x1", "x3", "y0"}
+    source, shape = begin(run, files(5, 4, bad=bad))
+    asked = [(prompt.uid, prompt.text, prompt.row) for prompt in islice(source, 60)]
+    for uid in range(30):
+        begun, _ = begin(run, files(5, 4, bad=bad))
+        given = list(islice(begun, uid))
+        line = [Member(prompt=prompt) for prompt in given[-1:]]
+        rates = begun.state if curriculum else None
+        state = state_at(uid, passed=begun.passed, curriculum=rates, line=line)
+        same, *_ = went_on(run, files(5, 4, bad=bad), shape, state, (NONE, NONE))
+        rest = [(prompt.uid, prompt.text, prompt.row) for prompt in islice(same, 60 - uid)]
+        assert rest == asked[uid:]
+        assert same.epochs_at(60) == source.epochs_at(60)
+        rolled_back = source_at(source, state)
+        rest = [(prompt.uid, prompt.text, prompt.row) for prompt in islice(rolled_back, 60 - uid)]
+        assert rest == asked[uid:]
+        grown, *_ = went_on(run, files(6, 4, bad=bad), shape, state, (GROWN, NONE))
+        met = grown.epochs_at(uid if not curriculum else 0)
+        epoch = int(-(-begun.epochs_at(uid)["x, y"] // 1))
+        texts = [prompt.text for prompt in islice(grown, 80)]
+        assert "x5" in texts
+        assert met["x, y"] == pytest.approx(begun.epochs_at(uid)["x, y"], abs=1 / 9 + 1e-9)
+        before = [text for _, text, _ in asked[uid:] if text][: 2 * (6 * epoch) - uid]
+        assert texts[: len(before)] == before

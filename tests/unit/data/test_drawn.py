@@ -257,6 +257,17 @@ def test_all_rows_are_judged_without_being_kept(tmp_path, tokenizer):
         strict.drawable(tokenizer, judge_all=True)
 
 
+def test_of_a_large_held_out_file_only_what_is_needed_is_read(tmp_path, tokenizer):
+    rows = rows_of(3000, [0, *range(1500, 1520)])
+    path = written(tmp_path / "a.jsonl", rows)
+    found = PromptFile.open(path, rules(max_bad_fraction=0.01)).loaded(tokenizer, None, 300)
+    assert (len(found.examples), found.whole) == (300, False)
+    assert found.tally.rows == 512, "two parts of 256"
+    strict = PromptFile.open(path, rules(max_bad_fraction=0.001))
+    with pytest.raises(ValueError, match="21 of 3000 rows cannot be used"):
+        strict.loaded(tokenizer, None, 300)  # a part of the file does not decide
+
+
 def test_rows_are_read_in_advance_once_and_elsewhere(tmp_path, tokenizer, monkeypatch):
     path = written(tmp_path / "a.jsonl", rows_of(500))
     drawn, _ = drawn_from(PromptFile.open(path, rules()), tokenizer)
@@ -279,6 +290,7 @@ def test_rows_are_read_in_advance_once_and_elsewhere(tmp_path, tokenizer, monkey
     order = np.random.default_rng((5, 0, 0)).permutation(500).tolist()
     assert every == order
     assert max(len(numbers) for _, numbers in reads) == AT_ONCE
+    assert len(reads) <= 500 / AT_ONCE + 2, "they are read together, not one by one"
     assert drawn._held == {}
 
 
@@ -299,7 +311,7 @@ def test_what_is_expected_no_longer_is_forgotten(tmp_path, tokenizer):
 def test_places_of_several_files_are_found(tmp_path, tokenizer):
     files = [written(tmp_path / f"{n}.jsonl", rows_of(count)) for n, count in enumerate((5, 3, 4))]
     rows = [PromptFile.open(path, rules()).drawable(tokenizer).drawn for path in files]
-    spans = [(0, 0, 3), (1, 0, 3), (2, 1, 1), (0, 3, 5), (2, 1, 4)]
+    spans = [(0, 1, 3), (1, 0, 3), (2, 1, 1), (0, 3, 5), (2, 1, 4)]
     drawn = DrawnPrompts((rows[n], start, end) for n, start, end in spans)
     wanted = [(n, place) for n, start, end in spans for place in range(start, end)]
     assert len(drawn) == len(wanted)
