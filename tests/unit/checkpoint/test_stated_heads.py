@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import resource
 import zipfile
 from argparse import Namespace
 from collections import OrderedDict
@@ -165,6 +166,15 @@ def test_a_pickle_runs_nothing_and_changes_nothing(models: Path, tmp_path: Path)
     assert check_heads(tmp_path, spec) == ()
     assert not marker.exists()
     assert dict(vars(Namespace)) == before
+
+
+@pytest.mark.parametrize("put", [b"r\xff\xff\xff\x07", b"p134217727\n"])
+def test_a_pickle_takes_no_more_memory_than_it_holds(put: bytes, models: Path, tmp_path: Path):
+    """Python's reader makes room for whatever number it is told to keep something by."""
+    pickled(tmp_path, b"\x80\x02}" + put + b".")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert check_heads(tmp_path, read_model_spec(models / "saved")) == ()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
 
 
 @pytest.mark.parametrize(
