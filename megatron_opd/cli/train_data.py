@@ -148,8 +148,8 @@ def source_at(
     of_group = (each.asked for each in state.line if each.uid // source.group_size == group)
     held = next(of_group, None) if member else None
     if isinstance(source, CurriculumSource):
-        return source.at(state.next_uid, state.curriculum, held, state.passed)
-    return source.at(state.next_uid, held, state.passed)
+        return source.at(state.next_uid, state.curriculum, held)
+    return source.at(state.next_uid, held)
 
 
 def check_enough(config: Config, train: Sequence[PromptSet], shape: Shape | None = None) -> None:

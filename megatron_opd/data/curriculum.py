@@ -12,7 +12,7 @@ one in the band.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
@@ -41,12 +41,7 @@ class Candidates(Protocol):
         """Returns what it passed over, see PromptSource."""
         ...
 
-    def at(
-        self,
-        cursor: int,
-        held: Prompt | None = None,
-        passed: Sequence[Sequence[int]] | None = None,
-    ) -> Candidates:
+    def at(self, cursor: int) -> Candidates:
         """Return a source of the same stream that continues at `cursor`."""
         ...
 
@@ -68,7 +63,6 @@ class CurriculumSource:
         state: of a source that had given out `cursor` prompts; None: no rate is known. It may know
             fewer problems, where some were added since.
         held: what the group at `cursor` has been given, where it is begun.
-        passed: what the candidates had passed over; None: as they have.
     """
 
     def __init__(
@@ -82,7 +76,6 @@ class CurriculumSource:
         cursor: int = 0,
         state: CurriculumState | None = None,
         held: Prompt | None = None,
-        passed: Sequence[Sequence[int]] | None = None,
     ) -> None:
         if state is None:
             groups = -(-cursor // group_size)
@@ -93,7 +86,7 @@ class CurriculumSource:
                 f"the curriculum of the checkpoint has {len(state.rate_R)} problems, "
                 f"data.train has {problems}"
             )
-        self._source, self._problems, self._config = candidates, problems, config
+        self._problems, self._config = problems, config
         self._seed, self.group_size, self.cursor = seed, group_size, cursor
         added = (0, problems - len(state.rate_R))
         rate_R, seen_R = np.pad(state.rate_R, added), np.pad(state.seen_R, added)
@@ -101,21 +94,17 @@ class CurriculumSource:
             config, msgspec.structs.replace(state, rate_R=rate_R, seen_R=seen_R)
         )
         self._looked_at, self._skipped = state.looked_at, state.skipped
-        self._candidates = candidates.at(state.looked_at, passed=passed)
+        self._candidates = candidates.at(state.looked_at)
         self._current: Prompt | None = None
         if cursor % group_size:  # the last candidate has prompts left to give out
-            self._current = held or next(candidates.at(state.looked_at - 1, passed=passed))
+            self._current = held or next(candidates.at(state.looked_at - 1))
 
     def at(
-        self,
-        cursor: int,
-        state: CurriculumState | None = None,
-        held: Prompt | None = None,
-        passed: Sequence[Sequence[int]] | None = None,
+        self, cursor: int, state: CurriculumState | None = None, held: Prompt | None = None
     ) -> CurriculumSource:
         """Return a source of the same problems that continues at `cursor`."""
         return CurriculumSource(
-            self._source,
+            self._candidates,  # which know what was passed over
             self._problems,
             self._config,
             seed=self._seed,
@@ -123,7 +112,6 @@ class CurriculumSource:
             cursor=cursor,
             state=state,
             held=held,
-            passed=passed,
         )
 
     def __iter__(self) -> Iterator[Prompt]:

@@ -111,16 +111,8 @@ class PromptSource:
         """Returns which places were passed over, see `PromptSource`."""
         return [list(own) for own in self._passed]
 
-    def at(
-        self,
-        cursor: int,
-        held: Prompt | None = None,
-        passed: Sequence[Sequence[int]] | None = None,
-    ) -> PromptSource:
-        """Return a source of the same stream that continues at `cursor`.
-
-        passed: until then, or for longer; None: as here.
-        """
+    def at(self, cursor: int, held: Prompt | None = None) -> PromptSource:
+        """Return a source of the same stream that continues at `cursor`; `passed` goes as far."""
         return PromptSource(
             self._sources,
             seed=self._seed,
@@ -129,7 +121,7 @@ class PromptSource:
             epochs=self._epochs,
             cursor=cursor,
             held=held,
-            passed=self._passed if passed is None else passed,
+            passed=self._passed,  # those that are met again do no harm
         )
 
     def alone(self) -> PromptSource:

@@ -77,7 +77,7 @@ def test_places_that_cannot_be_used_are_passed_over(bad, seed, size, start, shuf
     begun = [(prompt.uid, prompt.text, prompt.row) for prompt in islice(first, start)]
     # neither what was met until then nor what was met since changes the rest
     for passed in (first.passed, whole.passed):
-        rest = first.at(len(begun), None, passed)
+        rest = PromptSource(sources, cursor=len(begun), passed=passed, **keys)
         assert [(p.uid, p.text, p.row) for p in islice(rest, 100 - len(begun))] == asked[start:]
         assert rest.drawn_at(len(begun)) == first.drawn_at(len(begun))
     assert first.epochs_at(len(begun)) == whole.epochs_at(len(begun))
@@ -110,7 +110,7 @@ def test_a_curriculum_goes_on_behind_the_places_that_were_passed_over():
         first = made()
         begun = list(islice(first, start))
         held = begun[-1] if start % 2 else None
-        rest = made().at(start, first.state, held, first.passed)
+        rest = first.at(start, first.state, held)
         assert (rest.passed, rest.epochs_at(start)) == (first.passed, first.epochs_at(start))
         assert [(prompt.uid, prompt.row) for prompt in islice(rest, 40 - start)] == asked[start:]
 
