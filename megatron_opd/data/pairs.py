@@ -30,13 +30,14 @@ from megatron_opd.types import IntArray
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NOT_ENDED = "not_ended"
+NOT_ENDED, CUT = "not_ended", "cut"
 TOLD = {
     **KINDS,
     NOT_ENDED: (
         "have answers that the chat template does not end with an end token of the model, so that "
         "one is put behind them"
     ),
+    CUT: "have answers that hold an end token: nothing behind it is learnt, as no response goes on",
 }
 
 
@@ -197,9 +198,10 @@ class PairMaker:
             raise found
         rendered, answer, behind = found
         response, marks = self._ended(self._ids(answer + behind)), rendered.marks
+        marks = (*marks, *self._cut(self._ids(answer.rstrip())))
         if response is None:
             response = [*self._ids(answer + behind.rstrip()), self._rules.end_id]
-            closed = shown(behind.rstrip(), 60) if behind.strip() else "nothing"
+            closed = _brief(behind.rstrip()) if behind.strip() else "nothing"
             end = self._tokenizer.decode([self._rules.end_id])
             marks = (*marks, Mark(NOT_ENDED, f"{closed} is behind the answer, {end} is added"))
         return _pair(rendered, response), marks
@@ -211,7 +213,16 @@ class PairMaker:
         # tokenizers that begin every text with a blank do not begin a response with it
         together = whole.ids[:start] == alone.ids and len(whole.ids) > start
         ids = whole.ids[start:] if together else self._ids(response)
-        return _pair(alone, self._ended(ids) or [*ids, self._rules.end_id]), alone.marks
+        answer = self._ended(ids) or [*ids, self._rules.end_id]
+        return _pair(alone, answer), (*alone.marks, *self._cut(ids))
+
+    def _cut(self, ids: list[int]) -> tuple[Mark, ...]:
+        """Return a mark for an answer that goes on behind an end token."""
+        kept = len(self._ended(ids) or ids)
+        lost = str(self._tokenizer.decode(ids[kept:]))
+        if not lost.strip():
+            return ()
+        return (Mark(CUT, f"{self._tokenizer.decode(ids[kept - 1 : kept])} before {_brief(lost)}"),)
 
     def _ended(self, ids: list[int]) -> list[int] | None:
         """Return a response up to its first end token, as a server ends it; None without one."""
@@ -224,3 +235,7 @@ class PairMaker:
 
 def _pair(prompt: Rendered, response: Sequence[int]) -> Pair:
     return Pair(np.array(prompt.ids, dtype=np.int32), np.array(response, dtype=np.int32))
+
+
+def _brief(text: str) -> str:
+    return shown(text, 60)

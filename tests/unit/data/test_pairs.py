@@ -115,6 +115,25 @@ def test_a_prompt_and_its_response_are_a_chat(tmp_path: Path):
         assert tokenizer.decode(pair.response_ids) == f"2{STOP}"
 
 
+@pytest.mark.parametrize("template", [None, TEMPLATE])
+def test_what_stands_behind_an_end_token_is_told(template: str | None, tmp_path: Path):
+    """Before: it was left out in silence."""
+    tokenizer, file = tokenizer_with(template), tmp_path / "rows.jsonl"
+
+    def found(*responses: str) -> tuple[list[str], list[str]]:
+        rows = ({"prompt": "1+1=", "response": each} for each in responses)
+        file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        read = read_pairs(file, tokenizer, rules(tokenizer))
+        return [tokenizer.decode(pair.response_ids) for pair in read.pairs], read.notes
+
+    kept, notes = found("2", f"2{STOP}{TURN}user\nand 1+2?", f"2{STOP}\n")
+    assert kept[1:] == [f"2{STOP}"] * 2
+    (note,) = notes
+    assert "1 of 3 examples have answers that hold an end token" in note
+    assert f"rows.jsonl:2: {STOP} before {TURN + 'user'}"[:25] in note
+    assert found("2", f"2{STOP}")[1] == []
+
+
 def test_an_answer_that_its_template_does_not_end_gets_an_end(tmp_path: Path):
     tokenizer = tokenizer_with(TEMPLATE)
     only_eos = {"end_ids": frozenset({tokenizer.eos_token_id})}
