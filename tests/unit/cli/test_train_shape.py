@@ -16,6 +16,7 @@ from megatron_opd.cli.train_data import by_row, chosen_source, going_on, source_
 from megatron_opd.cli.train_shape import Begun, KeptData, Shape, read_kept
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member
+from megatron_opd.data.epochs import Stretch
 from megatron_opd.data.file_sums import Difference, Part
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.types import NO_ROW, Prompt
@@ -288,6 +289,30 @@ def test_how_rows_are_read_is_kept_unless_the_data_has_changed():
             assert by_row(begun) is kept
         begun = Begun(NOTHING_YET, KeptData(SUMS, shape), SUMS, (NONE, CHANGED), accepted=True)
         assert by_row(begun) is None
+
+
+def test_another_number_of_files_is_a_change_like_any_other():
+    run, now = config(weights=False, size=1), files(5, 6)
+    before = KeptData(SUMS[:1], Shape((None,), ((9,),), ((Stretch(0, 0, 9),),)))
+    begun = Begun(state_at(4), before, SUMS, (CHANGED, CHANGED), accepted=True)
+    shape, state, (line,) = going_on(run, now, begun)
+    assert "data.train x, y holds other prompts than at the checkpoint" in line
+    assert shape is not None
+    assert shape.prompts == ((5, 6),)
+    source = chosen_source(run, now, state, shape)
+    assert len({prompt.text for prompt in islice(source, 7)}) == 7  # the rest of the epoch
+    assert len({prompt.text for prompt in islice(source, 11)}) == 11
+
+
+def test_with_a_curriculum_prompts_that_were_looked_at_count():
+    """Passed over or not, they are out of the epoch."""
+    curriculum = {"low": 0.2, "high": 0.8}
+    run = config(weights=False, size=2, curriculum=curriculum, task="arithmetic")
+    _, shape = begin(run, files(5, 4))
+    rates = CurriculumState(12, 7, np.full(9, 0.5), np.full(9, 2, np.int32), [])
+    state = state_at(4, curriculum=rates)
+    _, after, _, _ = went_on(run, files(7, 4), shape, state, (GROWN, NONE))
+    assert after.epochs == ((Stretch(0, 0, 9), Stretch(2, 18, 11)),)
 
 
 def test_other_weights_begin_anew_with_nothing_passed_over():

@@ -38,7 +38,7 @@ def difference(path: Path, change: Callable[[], object]) -> Difference:
     ],
 )
 def test_lines_at_the_end_are_rows_that_were_added(tmp_path, before, after, expected):
-    for name in ("a.jsonl", "a.csv"):
+    for name in ("a.jsonl", "a.csv", "a.json"):
         file = tmp_path / name
         file.write_text(before)
         assert difference(file, lambda file=file: file.write_text(after)) is expected
@@ -49,6 +49,8 @@ def test_packed_files_and_tables_change_as_a_whole(tmp_path: Path):
     packed.write_bytes(gzip.compress(ROW.encode()))
     more = packed.read_bytes() + gzip.compress(OTHER.encode())
     assert difference(packed, lambda: packed.write_bytes(more)) is CHANGED
+    packed.write_bytes(b"as if packed\n")  # whatever byte is its last
+    assert difference(packed, lambda: packed.write_bytes(b"as if packed\nand more")) is CHANGED
 
     def write(*rows: str):
         pyarrow.parquet.write_table(pyarrow.table({"prompt": list(rows)}), table)
