@@ -15,7 +15,7 @@ from megatron_opd.cli.extra_args import check_extra_args, check_stops
 from megatron_opd.cli.memory_tables import memory_tables
 from megatron_opd.cli.placement_table import placement_table
 from megatron_opd.cli.preflight import ModelFacts, check_inputs_are_kept, prompt_limit
-from megatron_opd.cli.prepare import Inputs, checked, key_of_set, read_inputs
+from megatron_opd.cli.prepare import Inputs, checked, key_of_set, prompt_rules, read_inputs
 from megatron_opd.cli.rendering import first_prompt
 from megatron_opd.cli.roles import STUDENT, Role, all_roles, section_of
 from megatron_opd.cli.run_dir import check_place
@@ -26,6 +26,8 @@ from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.schema import Config
 from megatron_opd.config.site_bounds import is_open, permits, slots_by_site, staleness_bound
 from megatron_opd.config.speedups import choose_speedups
+from megatron_opd.data.unread_columns import unread_columns
+from megatron_opd.data.values import listed
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.losses.formulas import formula
 from megatron_opd.weight_sync.transport import transport_kind
@@ -203,6 +205,13 @@ def first_prompt_row(inputs: Inputs) -> list[tuple[str, str]]:
     return [("first prompt", first_prompt(tokenizer, prompt.token_ids_P.tolist()))]
 
 
+def unread_rows(config: Config, inputs: Inputs) -> list[tuple[str, str]]:
+    """Return a line for each file with columns that no key of data names."""
+    wanted = prompt_rules(config, inputs.checked, heldout=False).columns.wanted
+    found = {each.path: unread_columns(each.path, wanted) for each in inputs.train}
+    return [("not read", f"{path}: {listed(names)}") for path, names in found.items() if names]
+
+
 def check(
     config: Config, console: Console, *, data: bool = False, link_gbs: float = LINK_GBS
 ) -> None:
@@ -230,6 +239,7 @@ def check(
         *plan_rows(config, models),
         *data_rows(config, inputs, prompt_limit(config, models[STUDENT])),
         *first_prompt_row(inputs),
+        *unread_rows(config, inputs),
         *(("note", line) for line in inputs.notes),
         *(("not checked", f"{line}; opd run needs it") for line in inputs.absent),
     ]

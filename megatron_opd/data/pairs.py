@@ -24,6 +24,8 @@ from megatron_opd.data.messages import ASSISTANT, USER, Chat, Message, chat_like
 from megatron_opd.data.records import Columns, Record, scan_records
 from megatron_opd.data.render import Rendered, Renderer, Rendering
 from megatron_opd.data.template import use_template
+from megatron_opd.data.unread_columns import unread_columns
+from megatron_opd.data.values import listed
 from megatron_opd.models.spec import ModelSpec, read_config
 from megatron_opd.types import IntArray
 
@@ -149,6 +151,8 @@ def read_pairs(path: Path, tokenizer: PreTrainedTokenizerBase, rules: PairRules)
         f"{path}: {count[kind]} of {len(pairs)} examples {TOLD[kind]}; first {first[kind]}"
         for kind in count
     ]
+    if names := unread_columns(path, rules.columns.wanted):
+        notes.append(f"{path}: no key names the columns {listed(names)}, which are not read")
     return PairSet(pairs, notes)
 
 

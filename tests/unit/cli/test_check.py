@@ -391,6 +391,17 @@ def test_a_plan_says_what_was_not_here(tmp_path: Path, config: dict, models: Pat
     )
 
 
+def test_columns_that_no_key_names_are_told(tmp_path: Path, config: dict, capsys):
+    """Before: a system message in a column of its own was left out in silence."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1+1=", "answer": "2", "system": "Be brief."}) + "\n")
+    config["data"]["train"] = str(rows)
+    assert call(tmp_path, config, verb="check") == 0
+    found = " ".join(capsys.readouterr().out.split())
+    assert "not read " in found
+    assert "rows.jsonl: 'system'" in found
+
+
 def test_a_path_with_brackets_is_printed_as_it_is(tmp_path: Path, config: dict, capsys):
     config["run"]["dir"] = "runs/[bold]x[/red]"
     assert call(tmp_path, config, verb="check") == 0

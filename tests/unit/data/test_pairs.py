@@ -115,6 +115,14 @@ def test_a_prompt_and_its_response_are_a_chat(tmp_path: Path):
         assert tokenizer.decode(pair.response_ids) == f"2{STOP}"
 
 
+def test_columns_that_no_key_names_are_told(tmp_path: Path):
+    """Before: the second half of an instruction was left out in silence."""
+    row, file = {"prompt": "Add:", "input": "1+1", "response": "2"}, tmp_path / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    (note,) = read_pairs(file, tokenizer_with(None), rules(tokenizer_with(None))).notes
+    assert note == f"{file}: no key names the columns 'input', which are not read"
+
+
 @pytest.mark.parametrize("template", [None, TEMPLATE])
 def test_what_stands_behind_an_end_token_is_told(template: str | None, tmp_path: Path):
     """Before: it was left out in silence."""
