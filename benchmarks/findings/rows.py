@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grid.trials import ROOT, Trial, best_accuracy
+from benchmarks.grid.trials import Trial, best_accuracy
 
 CURVES = (
     "reverse_kl_nats",
@@ -42,23 +40,8 @@ SUMMARY = (
     "wall_s",
 )
 DIGITS = 3  # of a point of a curve
-MODELS = "examples/wordy"
 
 Row = dict[str, Any]
-
-
-@cache
-def models_digest() -> str:
-    """Digest of the models' weights."""
-    digest = hashlib.sha256()
-    for path in sorted((ROOT / MODELS).rglob("*.safetensors")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def fingerprint(trial: Trial) -> str:
-    """Changes with the losses, the configuration and the models."""
-    return hashlib.sha256(f"{trial.fingerprint}{models_digest()}".encode()).hexdigest()[:16]
 
 
 def row_of(trial: Trial, run_dir: Path, status: str) -> Row:
@@ -75,7 +58,7 @@ def row_of(trial: Trial, run_dir: Path, status: str) -> Row:
         "status": status,
         "cause": summary.get("cause"),
         "commit": summary.get("commit"),
-        "fingerprint": fingerprint(trial),
+        "fingerprint": trial.fingerprint,
         "updates": len(metrics),
         "summary": {key: summary.get(key) for key in SUMMARY}
         | {"student_accuracy_best_pct": best_accuracy(summary)},
@@ -105,5 +88,5 @@ def finished(trials: Sequence[Trial], path: Path) -> dict[str, Row]:
     return {
         trial.name: found[trial.name]
         for trial in trials
-        if trial.name in found and found[trial.name]["fingerprint"] == fingerprint(trial)
+        if trial.name in found and found[trial.name]["fingerprint"] == trial.fingerprint
     }

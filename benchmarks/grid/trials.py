@@ -1,8 +1,8 @@
 """One `opd run` per trial, in order. A row is written when its run ends and never made again.
 
 Rows are appended to a JSONL file, so that a study that was stopped goes on where it was. A row
-counts as finished only for the losses and the configuration that made it (`Trial.fingerprint`):
-after a change of either the trial is run again and its newest row is taken. The rest of the
+counts as finished only for the behaviour that made it (benchmarks/grid/behaviour.py):
+after a change of that the trial is run again and its newest row is taken. The rest of the
 pipeline may change while a study goes on: tests hold it to equal updates, and each row names its
 commit. A trial whose loss or gradient stopped being finite is a result (`diverged`); any other
 failure is tried once more, then ends the study.
@@ -10,7 +10,6 @@ failure is tried once more, then ends the study.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -19,13 +18,12 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[2]
+from benchmarks.grid.behaviour import ROOT, behaviour
+
 RESULTS = ROOT / "benchmarks" / "results"
-LOSSES = ROOT / "megatron_opd" / "losses"
 DIGITS = 4  # of a recorded curve
 ATTEMPTS = 2  # a server can fail to start on a busy machine
 DIVERGED = ("the loss is", "the gradient norm is")  # learner.NotFinite
@@ -116,20 +114,8 @@ class Trial:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the code of the losses, the configuration file, an override or the seed."""
-        digest = hashlib.sha256(losses_digest().encode())
-        digest.update(self.config.read_bytes() if self.config.exists() else b"")
-        digest.update(json.dumps([self.seed, self.overrides], sort_keys=True).encode())
-        return digest.hexdigest()[:16]
-
-
-@cache
-def losses_digest() -> str:
-    """Digest of every Python file of the losses, as they are on disk."""
-    digest = hashlib.sha256()
-    for path in sorted(LOSSES.rglob("*.py")):
-        digest.update(str(path.relative_to(ROOT)).encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
+        """Changes with what decides the run's figures, see benchmarks/grid/behaviour.py."""
+        return behaviour(self.config, {"run.seed": str(self.seed)} | self.overrides)
 
 
 INTERRUPTED = "interrupted"
