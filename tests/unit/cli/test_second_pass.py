@@ -129,3 +129,27 @@ def test_a_server_that_is_given_another_configuration_has_no_second_pass(tmp_pat
     override = ["--json-model-override-args", "{}"]
     found = scored(tmp_path, extra_args=override)
     assert found == SecondPass(None, "extra_args change the model that is served")
+
+
+def test_a_process_that_fails_has_scored_nothing_and_takes_no_part_of_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It must not join the run's ranks, take a GPU, nor ask a hub."""
+    model = tiny_qwen2(tmp_path / "model")
+    program = tmp_path / "program"
+    program.write_text(f'#!/bin/sh\nenv > {tmp_path}/env\necho "{{}}"\nexit 3\n')
+    program.chmod(0o755)
+    for key in second_pass.OURS:
+        monkeypatch.setenv(key, "1")
+    monkeypatch.setattr(second_pass.sys, "executable", str(program))
+    assert scored(model) == SecondPass(None, "its process ended with status 3")
+    env = (tmp_path / "env").read_text().splitlines()
+    assert {"CUDA_VISIBLE_DEVICES=", "HF_HUB_OFFLINE=1"} <= set(env)
+    assert not {line.partition("=")[0] for line in env} & {*second_pass.OURS}
+
+
+def test_free_memory_is_what_is_available():
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        total = int(next(lines).split()[1]) * 1024
+    available = psutil.virtual_memory().available
+    assert abs(second_pass.free_bytes() - available) < abs(second_pass.free_bytes() - total)
