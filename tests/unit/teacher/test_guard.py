@@ -5,6 +5,7 @@ one table, and each kind of nonsense spoils the scores alone, or the table itsel
 """
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -364,6 +365,30 @@ def test_what_rounds_more_may_differ_more(
     warn = {"guard": "warn"}
     lines = checked(tmp_path, models, warn, server, second=True, teacher=section)
     assert lines[-1].startswith("warning:") != allowed
+
+
+def test_a_quantised_checkpoint_may_differ_as_much(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+):
+    second_pass_with(monkeypatch, table(1, 2.0), "float32")
+    section = small_config(tmp_path, models)["teacher"] | {"dtype": "float32"}
+    quantised = tmp_path / "quantised"
+    quantised.mkdir()
+    described = json.loads((Path(section["model"]) / "config.json").read_text())
+    described["quantization_config"] = {"quant_method": "fp8"}
+    (quantised / "config.json").write_text(json.dumps(described))
+    section["model"] = str(quantised)
+    server = Server(table(1, 2.0), lambda logp, request: honest(logp, request) + 0.05)
+    found = checked(tmp_path, models, {"guard": "warn"}, server, second=True, teacher=section)
+    assert found[-1].startswith("teacher: scores agree with transformers")
+
+
+def test_a_pass_of_no_numbers_agrees_with_nothing(
+    tmp_path: Path, models: Path, monkeypatch: pytest.MonkeyPatch
+):
+    second_pass_with(monkeypatch, np.full_like(table(1, 2.0), np.nan), "float32")
+    with pytest.raises(UserError, match=r"differ from those of transformers .* by nan nats"):
+        checked(tmp_path, models, {}, Server(table(1, 2.0)), second=True)
 
 
 def test_a_pass_that_there_is_not_is_said(
