@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 
+from benchmarks.grid.tree import DirtyTree
 from benchmarks.header import header
 
 BENCHMARKS = ("draws", "draw_step", "expert_rows", "learner", "lean_logp")
@@ -128,7 +129,10 @@ def main() -> int:
     failed = False
     for name in names:
         measure = importlib.import_module(f"benchmarks.{name}").measure
-        figures = measure(options) if options else measure()
+        try:
+            figures = measure(options) if options else measure()
+        except DirtyTree as error:
+            parser.error(f"{name}: {error}")
         print(json.dumps(header(name, options) | figures, indent=2), flush=True)
         failed = failed or bool(figures.get("failed"))
     return int(failed)

@@ -1,6 +1,6 @@
 """The papers' findings, measured again: AsyncOPD, TIS, GEPO.
 
-    python -m benchmarks findings [--only NAME ...] [--budget-s S] [--jobs N]
+    python -m benchmarks findings [--only NAME ...] [--budget-s S] [--jobs N] [--dirty]
 
 Runs what is missing of the studies named (all of them by default), keeps a row of each run as it
 ends in benchmarks/results/findings_rows.jsonl, and prints what the rows say. Stopped, it goes on
@@ -28,6 +28,7 @@ from benchmarks.findings.pool import run_missing
 from benchmarks.findings.rows import Row, finished
 from benchmarks.findings.studies import CONTROL, SWEEPS, in_turn, studies
 from benchmarks.findings.trial import Study
+from benchmarks.grid.tree import clean_commit, marked_commit
 from benchmarks.grid.trials import RESULTS, run_commits
 
 JOBS = 2
@@ -58,14 +59,18 @@ def measure(
     parser.add_argument("--jobs", type=int, default=JOBS, help="runs beside each other")
     parser.add_argument("--again", type=int, metavar="N", help="make N recorded runs again")
     parser.add_argument("--draw", type=int, default=0, help="seed by which those are drawn")
+    parser.add_argument("--dirty", action="store_true", help="record from a tree as it is")
     asked = parser.parse_args(list(options))
+    commit = marked_commit if asked.dirty else clean_commit
     chosen = [known[name] for name in asked.only or known]
     trials = in_turn(chosen)
     with ended_by_sigterm():
         if asked.again:
             kept = finished(trials, rows)
             return made_again(chosen_of(trials, kept, asked.again, asked.draw), kept, asked.jobs)
-        found = run_missing(trials, rows, out, jobs=asked.jobs, budget_s=asked.budget_s)
+        found = run_missing(
+            trials, rows, out, jobs=asked.jobs, budget_s=asked.budget_s, commit=commit
+        )
     return {
         "run_commits": run_commits(list(found.values())),
         "missing": [trial.name for trial in trials if trial.name not in found],

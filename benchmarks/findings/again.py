@@ -11,14 +11,21 @@ from typing import Any
 from benchmarks.findings import wall_clock
 from benchmarks.findings.pool import run_missing
 from benchmarks.findings.rows import Row
+from benchmarks.grid.tree import marked_commit
 from benchmarks.grid.trials import Trial
+from benchmarks.header import machine
 
 COMPARED = ("status", "updates")
 OF_SUMMARY = ("student_accuracy_after_pct", "probs_diff_max", "distinct_ids_per_token")
 
 
 def chosen(trials: Sequence[Trial], kept: Mapping[str, Row], count: int, seed: int) -> list[Trial]:
-    """Some trials, drawn at random, of those that have a row and do not depend on the clock."""
+    """Some trials, drawn at random, of those that have a row and do not depend on the clock.
+
+    Bits depend on the kind of processor: rows of another one are left out.
+    """
+    here = (None, machine()["cpu"])  # None: not recorded then
+    kept = {name: row for name, row in kept.items() if row.get("cpu") in here}
     there = [t for t in trials if t.name in kept and t.setting != wall_clock.SETTING]
     return random.Random(seed).sample(there, min(count, len(there)))
 
@@ -27,7 +34,14 @@ def made_again(trials: Sequence[Trial], kept: Mapping[str, Row], jobs: int) -> d
     """Run these trials anew; by name, what differs from their rows. Nothing is kept."""
     with tempfile.TemporaryDirectory() as place:
         path = Path(place)
-        found = run_missing(trials, path / "rows.jsonl", path / "runs", jobs=jobs, budget_s=1e9)
+        found = run_missing(
+            trials,
+            path / "rows.jsonl",
+            path / "runs",
+            jobs=jobs,
+            budget_s=1e9,
+            commit=marked_commit,
+        )
     differing = {name: differences(kept[name], row) for name, row in sorted(found.items())}
     return {"again": differing, "failed": any(differing.values())}
 

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,7 +26,9 @@ from pathlib import Path
 from benchmarks.findings import exported
 from benchmarks.findings.rows import Row, finished, row_of
 from benchmarks.findings.servers import Pair, serving
+from benchmarks.grid.tree import clean_commit
 from benchmarks.grid.trials import DIVERGED, Trial
+from benchmarks.header import machine
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.server.launch import last_lines
 
@@ -38,13 +40,14 @@ ATTEMPTS = 2
 class Pool:
     """What the workers share.
 
-    left: trials to run. rows: the file of rows. ends_s: when no more begin. running: their
-    processes now.
+    left: trials to run. rows: the file of rows. commit: of the code, asked before each run. ends_s:
+    when no more begin. running: their processes now.
     """
 
     left: deque[Trial]
     rows: Path
     out: Path
+    commit: Callable[[], str]
     ends_s: float
     total: int
     done: int
@@ -101,14 +104,24 @@ class Pool:
 
 
 def run_missing(
-    trials: Sequence[Trial], rows: Path, out: Path, *, jobs: int, budget_s: float
+    trials: Sequence[Trial],
+    rows: Path,
+    out: Path,
+    *,
+    jobs: int,
+    budget_s: float,
+    commit: Callable[[], str] | None = None,
 ) -> dict[str, Row]:
-    """Rows of the trials that are finished, by name, after running what can be run in time."""
+    """Rows of the trials that are finished, by name, after running what can be run in time.
+
+    commit: of the code; clean_commit unless one is given.
+    """
     out.mkdir(parents=True, exist_ok=True)
     kept = finished(trials, rows)
     left = deque(trial for trial in trials if trial.name not in kept)
     ends_s = time.monotonic() + budget_s
-    pool = Pool(left, rows, out, ends_s, total=len(trials), done=len(kept), found=dict(kept))
+    asked = commit or clean_commit
+    pool = Pool(left, rows, out, asked, ends_s, total=len(trials), done=len(kept), found=dict(kept))
     if left and budget_s > 0:
         workers = min(jobs, len(left))
         with ThreadPoolExecutor(workers) as threads:
@@ -133,7 +146,7 @@ def _work(pool: Pool, number: int) -> None:
                 pair = stack.enter_context(serving(trial.config, pool.out / "servers", ports))
                 config = trial.config
                 while trial is not None and trial.config == config:
-                    started = time.monotonic()
+                    started, of_commit = time.monotonic(), pool.commit()
                     row = _run(trial, pool, pair)
                     if row is None and pool.failed is not None:
                         return  # it was ended, and nothing begins any more
@@ -143,6 +156,7 @@ def _work(pool: Pool, number: int) -> None:
                     if row is None:
                         attempt += 1
                         break  # other servers
+                    row |= {"commit": of_commit, "cpu": machine()["cpu"]}
                     pool.keep(row, time.monotonic() - started)
                     trial, attempt = pool.take(), 1
     except Exception as error:

@@ -57,7 +57,6 @@ def row_of(trial: Trial, run_dir: Path, status: str) -> Row:
         "command": " ".join(trial.command(run_dir)[1:]),
         "status": status,
         "cause": summary.get("cause"),
-        "commit": summary.get("commit"),
         "fingerprint": trial.fingerprint,
         "updates": len(metrics),
         "summary": {key: summary.get(key) for key in SUMMARY}

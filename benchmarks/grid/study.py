@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.grid.statistics import aggregated
+from benchmarks.grid.tree import marked_commit
 from benchmarks.grid.trials import RESULTS, Launch, Trial, run_commits, run_trials
 
 
@@ -23,12 +24,13 @@ def run_study(
     """Run what is missing; everything that is finished by (setting, method).
 
     Options: `--limit N` runs at most N of the missing trials (0: none, aggregate what there is),
-    `--budget-s S` begins none after S seconds.
+    `--budget-s S` begins none after S seconds; `--dirty` records from a tree that is not clean.
     Rows are in benchmarks/results/NAME_rows.jsonl, run directories and logs in runs/NAME.
     """
     parser = argparse.ArgumentParser(prog=f"python -m benchmarks {name}")
     parser.add_argument("--limit", type=int, default=None, help="run at most so many trials")
     parser.add_argument("--budget-s", type=float, default=None, help="begin no trial after it")
+    parser.add_argument("--dirty", action="store_true", help="record from a tree as it is")
     parsed = parser.parse_args(list(options))
     finished = run_trials(
         trials,
@@ -37,6 +39,7 @@ def run_study(
         rows=RESULTS / f"{name}_rows.jsonl" if rows is None else rows,
         limit=parsed.limit,
         budget_s=parsed.budget_s,
+        commit=marked_commit if parsed.dirty else None,
     )
     there = {row["name"] for row in finished}
     return {

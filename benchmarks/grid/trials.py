@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.grid.behaviour import ROOT, behaviour
+from benchmarks.grid.tree import clean_commit
+from benchmarks.header import machine
 
 RESULTS = ROOT / "benchmarks" / "results"
 DIGITS = 4  # of a recorded curve
@@ -140,14 +142,17 @@ def run_trials(
     limit: int | None = None,
     budget_s: float | None = None,
     keep: bool = False,
+    commit: Callable[[], str] | None = None,
 ) -> list[dict[str, Any]]:
     """The rows of the trials that are finished, in the trials' order.
 
     out: run directories and logs. rows: the JSONL file of rows, by default `out`/rows.jsonl.
     limit: how many trials may be run now; null: all that are missing. budget_s: none begins after
     so many seconds. keep: leave the run
-    directories; a trial whose directory is not there is made again.
+    directories; a trial whose directory is not there is made again. commit: of the code, asked
+    before each run; clean_commit unless one is given.
     """
+    commit = commit or clean_commit
     out.mkdir(parents=True, exist_ok=True)
     rows = out / "rows.jsonl" if rows is None else rows
     kept = finished_rows(trials, rows)
@@ -159,7 +164,8 @@ def run_trials(
         started = time.monotonic()
         if budget_s is not None and started - began >= budget_s:
             break
-        row = run_trial(trial, out, launch)
+        of_commit = commit()
+        row = run_trial(trial, out, launch) | {"commit": of_commit, "cpu": machine()["cpu"]}
         if not keep:
             shutil.rmtree(out / trial.name)
         with rows.open("a") as file:
@@ -213,7 +219,6 @@ def run_trial(trial: Trial, out: Path, launch: Launch) -> dict[str, Any]:
         "seed": trial.seed,
         "command": " ".join(trial.command(run_dir)[1:]),
         "status": "diverged" if diverged else "finished",
-        "commit": summary.get("commit"),
         "fingerprint": trial.fingerprint,
         "summary": {key: summary.get(key) for key in SUMMARY}
         | {"student_accuracy_best_pct": best_accuracy(summary)},

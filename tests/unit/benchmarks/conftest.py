@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.findings import pool
 from benchmarks.grid import trials
 
 
@@ -17,3 +18,10 @@ def trials_without_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         return str(overrides) if config == Path("x.yaml") else real(config, overrides)
 
     monkeypatch.setattr(trials, "behaviour", behaviour)
+
+
+@pytest.fixture(autouse=True)
+def a_clean_tree(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Studies are tested while files are changed."""
+    for module in (trials, pool):
+        monkeypatch.setattr(module, "clean_commit", lambda: "abc")

@@ -9,8 +9,11 @@ from typing import Any, get_args
 import pytest
 
 from benchmarks import delays_study, mismatch, objectives, routing, schedules, staleness
+from benchmarks.grid import study as study_module
 from benchmarks.grid import trials as trials_module
 from benchmarks.grid.statistics import aggregated, interval
+from benchmarks.grid.study import run_study
+from benchmarks.grid.tree import DirtyTree
 from benchmarks.grid.trials import (
     CURVES,
     SUMMARY,
@@ -324,3 +327,22 @@ def test_a_seed_without_a_run_of_both_methods_makes_no_difference():
     rows += [accuracies("weibull_kl", "gspo", seed, 40.0) for seed in (1, 2)]
     figure = delays_study.differences(rows)["weibull_kl"]["gepo_gspo_last"]
     assert (figure["mean"], figure["n"], figure["by_seed"]) == (10.0, 2, [10.0, 10.0, None])
+
+
+def test_a_study_begins_no_run_from_a_dirty_tree_unless_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def dirty() -> str:
+        raise DirtyTree("differ")
+
+    calls: list[str] = []
+    monkeypatch.setattr(trials_module, "clean_commit", dirty)
+    monkeypatch.setattr(study_module, "marked_commit", lambda: "abc-dirty")
+    paths = {"out": tmp_path / "out", "rows": tmp_path / "rows.jsonl"}
+    with pytest.raises(DirtyTree):
+        run_study("s", [trial(1)], [], launch=fake(calls), **paths)
+    assert calls == []
+    found = run_study("s", [trial(1)], ["--dirty"], launch=fake(calls), **paths)
+    assert found["run_commits"] == ["abc-dirty"]
+    again = run_study("s", [trial(1)], [], launch=fake(calls), **paths)
+    assert (calls, again["missing"]) == (["s-m-1"], []), "what is there needs no clean tree"

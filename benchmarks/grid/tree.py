@@ -1,0 +1,40 @@
+"""Which commit the code of a run is of: a study records from a clean tree."""
+
+from __future__ import annotations
+
+import subprocess
+
+from benchmarks.grid.behaviour import ROOT
+
+RESULTS = "benchmarks/results"
+
+
+class DirtyTree(RuntimeError):
+    """Reports in one line that tracked files differ from the commit that a row would name."""
+
+
+def clean_commit() -> str:
+    """Return the commit of this checkout. DirtyTree: its files differ.
+
+    Rows that a study is writing do not count.
+    """
+    found = marked_commit()
+    if found.endswith("-dirty"):
+        raise DirtyTree(
+            "a study records runs of a commit, but tracked files outside benchmarks/results differ "
+            "from it: commit or stash them, or add --dirty, which marks the rows"
+        )
+    return found
+
+
+def marked_commit() -> str:
+    """Return the commit of this checkout, with "-dirty" where its files differ."""
+    differing = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULTS}")
+    return _git("rev-parse", "HEAD") + ("-dirty" if differing else "")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=30, check=True
+    )
+    return done.stdout.strip()
