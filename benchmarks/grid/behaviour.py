@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from benchmarks.grid.tree import ROOT
 from megatron_opd.batching.advantages import columns_of
 from megatron_opd.cli.roles import STUDENT, section_of, teacher_roles
 from megatron_opd.config.estimator import Estimator
@@ -28,7 +29,6 @@ from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.report.config_diff import resolve
 
-ROOT = Path(__file__).resolve().parents[2]
 KNOWN = Path(__file__).with_name("known_keys.json")
 IGNORED = ("run.dir.", "metrics.", "checkpoint.", "data.train.", "data.heldout.")
 """Keys that decide no figure; of models and data files the bytes count, not the names."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+from pathlib import Path
 
-from benchmarks.grid.behaviour import ROOT
-
+ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "benchmarks/results"
 
 

@@ -21,8 +21,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grid.behaviour import ROOT, behaviour
-from benchmarks.grid.tree import clean_commit
+from benchmarks.grid.behaviour import behaviour
+from benchmarks.grid.tree import ROOT, clean_commit
 from benchmarks.header import machine
 
 RESULTS = ROOT / "benchmarks" / "results"
