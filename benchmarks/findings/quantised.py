@@ -159,6 +159,10 @@ def by_block(rows: list[Row], curve: str) -> list[float | None]:
 
 
 def _negative_share(row: Row) -> float | None:
-    """Share of updates at which the k1 estimate of KL(sampler || learner) is below 0."""
-    known = [value for value in row["curves"]["sampler_start_k1_nats"] if value is not None]
+    """Share of updates at which log p0 - log p of the sampled tokens is below 0 on average.
+
+    Null where that was not recorded. It is the paper's k1; log o - log p0, whose mean estimates
+    KL(o || p0), is never below 0 in expectation.
+    """
+    known = [value for value in row["curves"].get("prox_k1_nats", ()) if value is not None]
     return sum(value < 0 for value in known) / len(known) if known else None

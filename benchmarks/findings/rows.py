@@ -22,6 +22,7 @@ CURVES = (
     "truncated_fraction",
     "stopped_fraction",
     "sampler_k1_nats",
+    "prox_k1_nats",
     "sampler_start_k1_nats",
     "sampler_start_k3_nats",
     "staleness_mean_versions",
