@@ -207,6 +207,10 @@ class LearnerConfig(Section):
     """Number of updates between measurements of the learner-sampler mismatch without replay
     (probs_diff_free_*), each of which costs one more forward pass; 0: never. Nothing is measured
     with rollout.top_p below 1."""
+    score_start: bool = False
+    """Scores each batch by the weights of its start even where no correction reads that
+    (correction.prox): prox_k1*_nats and sampler_start_*_nats are recorded then, and no update
+    changes. Costs one more forward pass of all mini-batches but the first."""
     mismatch_limit: MismatchLimit = "refuse"
     """What to do where learner and servers do not compute the same model. Before the first
     optimizer step of a run, and of a resumed one, the learner compares its probabilities of the

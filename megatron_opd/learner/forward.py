@@ -50,18 +50,20 @@ def distil_loss(
     estimator: Estimator,
     temperature: float,
     measure_mismatch: bool,
+    scores_start: bool,
 ) -> tuple[torch.Tensor, Totals]:
     """Return the configured loss, summed, with its metrics.
 
     Student log-probs are those of softmax(logits / temperature), the distribution that the sampler
     drew from. measure_mismatch: whether the weights are still those of the batch's version, and the
-    sampler kept the whole vocabulary, so that learner and sampler can be compared.
+    sampler kept the whole vocabulary, so that learner and sampler can be compared. scores_start:
+    whether the log-probs of the batch's start are those now, unless they came with the micro-batch.
     """
     read = micro.loss_input
     draws = read.draws
     scored = head(out_1s, micro.rows, draws.row_N, read.id_N, temperature)
     student_N = scored.logp_N
-    result = evaluate(estimator, micro.cache(student_N, wants_prox(estimator)))
+    result = evaluate(estimator, micro.cache(student_N, scores_start))
     with torch.no_grad():
         by_weight = estimator.support.owner == "student"
         weight_N = draws.weight_N if by_weight else torch.zeros_like(draws.weight_N)
@@ -168,11 +170,6 @@ def path_logp(
 
     totals = run_mini_batch(model, micros, collect, world, forward_only=True)
     return found, totals
-
-
-def wants_prox(estimator: Estimator) -> bool:
-    """Return whether the loss reads the learner's log-probs of the batch's start."""
-    return estimator.applied_correction.prox
 
 
 def collect_caches(

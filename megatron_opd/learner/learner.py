@@ -32,7 +32,6 @@ from megatron_opd.learner.forward import (
     path_logp,
     run_mini_batch,
     sft_loss,
-    wants_prox,
 )
 from megatron_opd.learner.layout import rank_multiple_of
 from megatron_opd.learner.micro_batch import SftMicro, distil_micros
@@ -151,7 +150,8 @@ class MegatronLearner:
             distil_micros(batch, mini, self.layout, self.routing) for mini in range(len(batch.plan))
         ]
         recorded = self.config.routing_replay == "current"
-        passes = Passes(self.model, self.world, self.head, estimator, temperature, recorded)
+        start = self.config.score_start or estimator.applied_correction.prox
+        passes = Passes(self.model, self.world, self.head, estimator, temperature, start, recorded)
         with self._device_mode:
             minis = passes.with_prox(minis)
             compares = not truncated_sampler and self._compares_routing(batch.update)
@@ -167,13 +167,14 @@ class MegatronLearner:
                 estimator=estimator,
                 temperature=temperature,
                 measure_mismatch=index == 0 and not truncated_sampler,
+                scores_start=start,
             )
             run = partial(run_mini_batch, self.model, micros, loss)
             if index == 0 and bound is not None:
                 run = partial(_bounded, run, bound)
             steps.append(self._step(run, lr, count, len(micros)))
         samples = self._sum_over_data(len(batch.prompt_B))
-        metrics = self._metrics(batch.update, lr, steps, samples, wants_prox(estimator), free)
+        metrics = self._metrics(batch.update, lr, steps, samples, start, free)
         return self._with_speed(metrics, batch)
 
     def score(self, batch: RankInputs, temperature: float, *, replay: Replay) -> Scores:
@@ -324,7 +325,7 @@ class MegatronLearner:
         lr: float,
         steps: Sequence[StepResult],
         samples: int,
-        prox: bool,
+        start: bool,
         free: Mismatch | None,
     ) -> UpdateMetrics:
         totals = steps[0].totals
@@ -361,10 +362,10 @@ class MegatronLearner:
             sampler_k1_nats=totals.mean("k1", "tokens"),
             sampler_k2_nats=totals.mean("k2", "tokens"),
             sampler_k3_nats=totals.mean("k3", "tokens"),
-            prox_k1_nats=totals.mean("prox_k1", "tokens") if prox else None,
-            prox_k1_weighed_nats=totals.mean("prox_k1_weighed", "tokens") if prox else None,
-            sampler_start_k1_nats=totals.mean("start_k1", "tokens") if prox else None,
-            sampler_start_k3_nats=totals.mean("start_k3", "tokens") if prox else None,
+            prox_k1_nats=totals.mean("prox_k1", "tokens") if start else None,
+            prox_k1_weighed_nats=totals.mean("prox_k1_weighed", "tokens") if start else None,
+            sampler_start_k1_nats=totals.mean("start_k1", "tokens") if start else None,
+            sampler_start_k3_nats=totals.mean("start_k3", "tokens") if start else None,
             importance_mean=importance,
             importance_variance=spread,
             correction_mean=kappa,

@@ -19,7 +19,7 @@ from megatron.core.tensor_parallel.random import (
 )
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.learner.forward import collect_caches, mismatch_totals, wants_prox
+from megatron_opd.learner.forward import collect_caches, mismatch_totals
 from megatron_opd.learner.micro_batch import DistilMicro
 from megatron_opd.learner.routing import MicroRouting
 from megatron_opd.learner.student_logp import StudentLogp
@@ -33,6 +33,7 @@ from megatron_opd.losses.objective import View, m2_limit_of, m2_view
 class Passes:
     """Makes the passes. Every rank of the world calls the same methods: they hold collectives.
 
+    scores_start: log-probs of the batch's start are wanted, by the loss or for metrics.
     record_routing: later mini-batches are to use the routing of the batch's start.
     """
 
@@ -41,19 +42,19 @@ class Passes:
     head: StudentLogp
     estimator: Estimator
     temperature: float
+    scores_start: bool
     record_routing: bool = False
 
     def with_prox(self, minis: Sequence[Sequence[DistilMicro]]) -> list[list[DistilMicro]]:
-        """Add the learner's log-probs of the batch's start to the mini-batches, where read.
+        """Add the learner's log-probs of the batch's start to the mini-batches, where wanted.
 
         The first mini-batch gets none, and no pass: the loss's own log-probs are those of the
         batch's start, before its optimizer step. The passes also record the routing.
         """
-        prox = wants_prox(self.estimator)
-        if not prox and self.record_routing:
+        if not self.scores_start and self.record_routing:
             for mini in minis[1:]:
                 self._caches(mini)
-        if not prox:
+        if not self.scores_start:
             return [list(mini) for mini in minis]
         return [list(minis[0]), *(self._with_own(mini) for mini in minis[1:])]
 
@@ -73,9 +74,9 @@ class Passes:
         caches = self._caches(mini)
         if not self.world.last_stage:
             return list(mini)
-        prox = wants_prox(self.estimator)
+        start = self.scores_start
         views = [
-            m2_view(self.estimator, micro.cache(cache.student_logp_N, prox_is_student=prox))
+            m2_view(self.estimator, micro.cache(cache.student_logp_N, prox_is_student=start))
             for micro, cache in zip(mini, caches, strict=True)
         ]
         together: list[View] = [

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from megatron_opd.types import Batch
@@ -170,3 +171,41 @@ def test_every_layout_makes_the_same_update(name, model, batch, tmp_path):
     if name in ("ppo-tis", "gspo"):
         assert 0 < expected["truncated_fraction"] < 1
         assert expected["prox_k1_nats"] != expected["prox_k1_weighed_nats"]
+
+
+@pytest.mark.parametrize("layout", ["one", "pp2"])
+def test_scoring_the_start_changes_no_update(layout, model, batch, tmp_path):
+    """p0 / o is the same whatever the correction: that of a run which needs it is the oracle."""
+    size, config = LAYOUTS[layout]
+    start = {"score_start": True}
+    needing = ESTIMATORS["m2po"] | {"correction": {"type": "none", "prox": True}}
+    found = {}
+    for name, estimator, more in (
+        ("plain", ESTIMATORS["m2po"], {}),
+        ("scored", ESTIMATORS["m2po"], start),
+        ("needing", needing, {}),
+    ):
+        result = run_world(
+            jobs.update,
+            size,
+            tmp_path / name,
+            model=model,
+            config=config | more | {"optimizer": ADAM, "num_mini_batches": 2},
+            batches=[batch],
+            estimator=estimator,
+            group_size=GROUP,
+        )
+        weights = load_file(tmp_path / name / "after0" / "model.safetensors")
+        found[name] = result["metrics"][0], weights
+    (plain, before), (scored, after), (oracle, _) = found.values()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    started = ("sampler_start_k1_nats", "sampler_start_k3_nats", "prox_k1_nats")
+    assert all(plain[key] is None for key in started)
+    for key in started[:2]:
+        assert scored[key] == pytest.approx(oracle[key], rel=1e-6)
+    assert scored["prox_k1_nats"] != 0, "the second mini-batch has moved"
+    assert {k: v for k, v in scored.items() if "prox" not in k and "start" not in k}.keys() == {
+        k for k in plain if "prox" not in k and "start" not in k
+    }
+    assert scored["loss"] == plain["loss"]
+    assert scored["grad_norm"] == plain["grad_norm"]

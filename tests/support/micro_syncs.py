@@ -142,7 +142,12 @@ def update(
         for layer in range(LAYERS):
             routing.experts(layer, own_mk)
         loss, totals = distil_loss(
-            hidden, micro, head=head, estimator=est, temperature=1.0, measure_mismatch=True
+            *(hidden, micro),
+            head=head,
+            estimator=est,
+            temperature=1.0,
+            measure_mismatch=True,
+            scores_start=est.applied_correction.prox,
         )
         loss.backward()
         totals = totals.plus(routing_counts([micro], device))

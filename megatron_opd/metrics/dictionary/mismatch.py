@@ -89,8 +89,8 @@ MISMATCH = (
     ),
     Metric(
         *("sampler_start_k1_nats", "train", "nats a token"),
-        "Estimate of KL(sampler || batch's start), with a sign; only where correction.prox is "
-        "recomputed.",
+        "Estimate of KL(sampler || batch's start), with a sign; only with correction.prox or "
+        "learner.score_start.",
         aliases={"verl": "rollout_corr/kl"},
     ),
     Metric(
