@@ -445,12 +445,14 @@ def test_a_collapse_and_the_sign_of_k1_are_counted():
         of_setting("sampler_exact", "none", 1, 60.0),
         of_setting("sampler_exact", "flipped", 1, 0.0),
     ]
-    rows[1]["curves"]["sampler_start_k1_nats"] = [-1.0, 2.0, -0.5, None]
+    rows[1]["curves"]["prox_k1_nats"] = [-1.0, 2.0, -0.5, None]
+    del rows[2]["curves"]["prox_k1_nats"]  # as rows of before it was kept
     said = quantised.said(rows)
     wide = said["by_sampler"]["int3"]["none"]
     assert wide["collapsed"] == 1
     assert wide["accuracy_after_pct"]["mean"] == 21.0
     assert wide["k1_negative_share"]["mean"] == pytest.approx((0 + 2 / 3) / 2)
+    assert said["by_sampler"]["exact"]["none"]["k1_negative_share"]["mean"] is None
     assert said["control"]["fails"] is True
     rows[3]["summary"]["student_accuracy_after_pct"] = 61.0
     assert quantised.said(rows)["control"]["fails"] is False
