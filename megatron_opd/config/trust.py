@@ -111,6 +111,12 @@ class M2Trust(Trust):
     AReaL's `get_m2po_loss_mask` too, whose candidates are all tokens). capped: all candidates, one
     beyond the limit counted as the limit (the authors' code: `kpo_clip_harmful_tokens`,
     `_solve_tau_from_sorted_delta2`); capped masks more."""
+    least_low: NonNegativeFloat | None = None
+    """Distance from 1 down to which r is never masked where A < 0, however small the threshold (the
+    authors' code: `miniclip_low`, 0.3, which their scripts leave out); null: none. Raising it masks
+    less."""
+    least_high: NonNegativeFloat | None = None
+    """The same upwards where A > 0 (`miniclip_high`, 0.5)."""
 
     def text(self, r: str, advantage: str) -> str:
         """Describes what is maximised in place of `r` times `advantage`."""
@@ -119,9 +125,11 @@ class M2Trust(Trust):
             "kept": f"to a mean of {limit}",
             "capped": f"as long as the mean with the others capped at them is {limit}",
         }[self.moment]
+        low, high = 1 - (self.least_low or 0), 1 + (self.least_high or 0)
+        free = f"; those within {low:g} and {high:g} always" if low < high else ""
         return (
             f"({r} {advantage} if kept, else 0; of the mini-batch's actions that moved the way "
-            f"{advantage} pushes them those of least (log {r})^2 are kept, {mean})"
+            f"{advantage} pushes them those of least (log {r})^2 are kept, {mean}{free})"
         )
 
     def bias(self) -> list[str]:

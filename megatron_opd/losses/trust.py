@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -55,11 +56,17 @@ def second_moment(
 ) -> Trusted:
     """Return r A, 0 where (log r)^2 >= limit and the action already moved along A (M2PO).
 
-    The authors' code keeps the value clip(r) A of a masked action; its gradient is 0 there too.
+    Not 0 within the least distance from 1. The authors' code keeps the value clip(r) A of a masked
+    action; its gradient is 0 there too.
     """
     assert limit is not None
     moment_n = log_r_n.detach().square()
-    stopped_n = moved_along(log_r_n, advantage_n) & (moment_n >= limit)
+    low, high = config.least_low or 0.0, config.least_high or 0.0
+    down = math.log1p(-low) if low < 1 else -math.inf
+    beyond_n = torch.where(
+        advantage_n < 0, log_r_n.detach() < down, log_r_n.detach() > math.log1p(high)
+    )
+    stopped_n = moved_along(log_r_n, advantage_n) & (moment_n >= limit) & beyond_n
     surrogate_n = torch.where(stopped_n, 0.0, log_r_n.exp() * advantage_n)
     return Trusted(surrogate_n, stopped_n)
 

@@ -186,6 +186,8 @@ class Oracle:
         while trust.moment == "kept" and mean(kept, math.inf) > trust.threshold:
             furthest = max(moment(i) for i in kept)
             kept = {i for i in kept if moment(i) != furthest}
+        low, high = 1 - (trust.least_low or 0), 1 + (trust.least_high or 0)
+        kept |= {i for i in moved if low <= float(actions[i][0]) <= high}
         return [ZERO if i in moved - kept else r * A for i, (r, A, _) in enumerate(actions)]
 
     # --- distillation -----------------------------------------------------------------------

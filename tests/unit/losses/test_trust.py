@@ -98,6 +98,30 @@ def test_capped_m2_takes_the_mean_over_every_candidate(
     assert limit <= kept, "capped masks at least what kept does"
 
 
+@settings(deadline=None)
+@given(actions, st.floats(0.001, 1.0), st.floats(0.0, 1.2), st.floats(0.0, 2.0))
+def test_capped_m2_with_a_least_distance_is_a_clip_of_one_width(
+    rows: list[tuple[float, float, float]], threshold: float, low: float, high: float
+):
+    """The authors' rule: PPO's minimum with the edges exp(-tau), exp(tau), or those if wider."""
+    log_r, A, weight = columns(rows)
+    log_r.requires_grad_(True)
+    config = M2Trust(threshold=threshold, moment="capped", least_low=low, least_high=high)
+    limit = second_moment_limit(log_r, A, weight, config)
+    got = trusted(config, log_r, A, limit)
+    tau = math.sqrt(float(limit))
+    below, above = min(math.exp(-tau), 1 - low), max(math.exp(tau), 1 + high)
+    r = log_r.exp()
+    surrogate = torch.minimum(r * A, r.clamp(below, above) * A)
+    (expected,) = torch.autograd.grad(surrogate.sum(), log_r)
+    (found,) = torch.autograd.grad(got.surrogate_n.sum(), log_r)
+    at_an_edge = (log_r.detach().abs() - tau).abs() < 1e-9  # masked here, just kept there
+    at_an_edge |= (r.detach() - below).abs().minimum((r.detach() - above).abs()) < 1e-9
+    assert torch.allclose(found[~at_an_edge], expected[~at_an_edge], atol=1e-12)
+    plain = M2Trust(threshold=threshold, moment="capped")
+    assert not bool((got.stopped_n & ~trusted(plain, log_r, A, limit).stopped_n).any())
+
+
 def test_the_two_second_moments_differ_on_a_hand_made_batch():
     """Moments 0.01 x 8, 0.04, 1, 4 (mean 0.465): the limit is a budget of 0.1 over 11 tokens."""
     moment = torch.tensor([0.01] * 8 + [0.04, 1.0, 4.0], dtype=torch.float64)
