@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.first_update import settings_of
+from megatron_opd.config.objectives import Grpo, Ppo
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch_limits import why_not
@@ -15,6 +16,7 @@ def notes(config: Config) -> list[str]:
     """Return one line for each such setting."""
     found = (
         _trust(config),
+        _ppo_is(config),
         _teacher(config),
         _overlap(config),
         _aborting(config),
@@ -48,6 +50,24 @@ def _trust(config: Config) -> str | None:
             "the ratio it bounds is always 1; use more mini-batches, or trust.type none"
         )
     return None
+
+
+def _ppo_is(config: Config) -> str | None:
+    """Return a line on PPO-IS with a quantised sampler, which docs/findings.md saw collapse."""
+    rounded = {
+        "weight_sync.round_to": config.weight_sync.round_to,
+        "student.quantization": config.student.quantization,
+    }
+    how = next((f"{key} {value}" for key, value in rounded.items() if value is not None), None)
+    clipped = [o.type for o in config.estimator.objectives if isinstance(o, Grpo | Ppo)]
+    if how is None or not clipped or not config.estimator.applied_correction.keeps_whole_ratio:
+        return None
+    return (
+        f"correction: {clipped[0]} with the whole ratio of learner to sampler is PPO-IS, which "
+        f"collapsed in every seed where a quantised sampler's gap was wide ({how} here; it showed "
+        "nothing with fp8 on a small model, docs/findings.md); use correction.type truncated with "
+        "max_ratio 2 and prox true"
+    )
 
 
 def _overlap(config: Config) -> str | None:

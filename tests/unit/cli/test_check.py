@@ -334,6 +334,25 @@ def test_an_overlap_that_no_batch_is_ready_for_is_said(tmp_path: Path, config: d
     assert squeezed("has no effect") not in printed(capsys)
 
 
+def test_a_combination_that_was_seen_to_fail_is_warned_of(tmp_path: Path, config: dict, capsys):
+    config["data"]["task"] = "arithmetic"
+    grpo = ["--set", "objective.type=grpo", "--set", "rollout.group_size=4"]
+    grpo += ["--set", "buffer.batch_size=8"]
+    rounded = ["--set", "weight_sync.round_to=int8"]
+    whole = ["--set", "correction.type=importance"]
+    said = squeezed("note correction: grpo with the whole ratio of learner to sampler is PPO-IS")
+    for options, warned in (
+        ([*grpo, *rounded], True),
+        ([*grpo, *rounded, *whole], True),
+        ([*grpo], False),
+        ([*grpo, *rounded, "--set", "correction={type: truncated, prox: true}"], False),
+        ([*grpo, *rounded, *whole, "--set", "correction.prox=true"], False),
+        (rounded, False),
+    ):
+        assert call(tmp_path, config, *options, verb="check") == 0
+        assert (said in printed(capsys)) is warned, options
+
+
 def test_held_out_problems_that_are_trained_on_are_said(tmp_path: Path, config: dict, capsys):
     config["data"]["heldout"] = config["data"]["train"]
     options = ["--set", "evaluation.problems=1"]
