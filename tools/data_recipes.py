@@ -6,11 +6,14 @@ use, all of their names are tried in turn.
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from megatron_opd.data.tasks.answers import last_boxed
 
 BOXED = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 DAPO_HEAD = (
@@ -25,6 +28,7 @@ FORMS: Mapping[str, Callable[[str], str]] = {
 }
 """How a prompt asks for its answer: in a box, in a last line as DAPO does, or not at all."""
 SPACING = re.compile(r"\s|\$|\\[,;:! ]")
+LEVEL = re.compile(r"(?:Level )?([1-5])(?:\.0)?")
 Row = Mapping[str, Any]
 
 
@@ -36,12 +40,14 @@ class NoProblem(Exception):
 class Recipe:
     """Where a data set keeps its problems and answers.
 
-    answer: finds it in a row. kept: columns that are copied as they are.
+    answer: finds it in a row. kept: columns that are copied as they are. difficulty: finds how hard
+    a row's problem is, None where the row does not say; None itself for a set that never says.
     """
 
     problem: tuple[str, ...]
     answer: Callable[[Row], str]
     kept: tuple[str, ...] = ()
+    difficulty: Callable[[Row], float | None] | None = None
 
     def read(self, row: Row) -> tuple[str, str]:
         """The problem, without what asks for the answer's form, and the answer."""
@@ -66,14 +72,11 @@ def key_of(problem: str) -> str:
 
 
 def boxed(text: str) -> str:
-    r"""The content of the last \boxed{...} whose braces close."""
-    start = text.rfind("\\boxed{")
-    depth = 0
-    for place in range(start + len("\\boxed"), len(text)) if start >= 0 else ():
-        depth += {"{": 1, "}": -1}.get(text[place], 0)
-        if depth == 0:
-            return text[start + len("\\boxed{") : place]
-    raise NoProblem("the solution has no \\boxed{...}")
+    r"""The content of the last \boxed{...} or \fbox{...} whose braces close."""
+    found = last_boxed(text)
+    if found is None:
+        raise NoProblem("the solution has no \\boxed{...}")
+    return found
 
 
 def own_id(row: Row) -> str | None:
@@ -139,6 +142,20 @@ def _dapo(row: Row) -> str:
     return _text(_first(row, ("solution", "answer")))
 
 
+def _rated(row: Row) -> float | None:
+    """DeepMath's: a number of its own scale, in which harder is higher."""
+    value = row.get("difficulty")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def _level(row: Row) -> float | None:
+    """MATH's levels 1 to 5, written "Level 5" by its authors and 5 in MATH-500."""
+    match = LEVEL.fullmatch(str(row.get("level")))
+    return float(match[1]) if match else None
+
+
 PROBLEMS = ("problem", "Problem", "question", "Question")
 IDS = ("id", "ID", "unique_id")
 RECIPES: Mapping[str, Recipe] = {
@@ -146,6 +163,19 @@ RECIPES: Mapping[str, Recipe] = {
         ("question",),
         lambda row: _text(_first(row, ("final_answer",))),
         kept=("difficulty", "topic"),
+        difficulty=_rated,
+    ),
+    "math": Recipe(
+        ("problem",),
+        lambda row: boxed(_text(_first(row, ("solution",)))),
+        kept=("level", "type"),
+        difficulty=_level,
+    ),
+    "math500": Recipe(
+        ("problem",),
+        lambda row: _text(_first(row, ("answer",))),
+        kept=("level", "subject"),
+        difficulty=_level,
     ),
     "gsm8k": Recipe(("question",), _after_marks),
     "aime24": Recipe(PROBLEMS, _aime),

@@ -1,17 +1,21 @@
 """Write a data file for `opd run` from files of a published data set.
 
-python tools/prepare_data.py NAME FILE... -o OUT.jsonl [--form FORM] [--exclude FILE ...]
+python tools/prepare_data.py NAME FILE... -o OUT.jsonl [--form FORM] [--min-difficulty LEAST]
+    [--exclude FILE ...]
 
-NAME is deepmath, gsm8k, aime24, aime25, amc23 or dapo; FILE is what its authors publish (parquet,
-JSONL, or a directory of the library datasets), which you have downloaded. Repeated problems are
-written once, those with contradicting answers not at all. --exclude names data files, such as those
-of data.heldout, none of whose problems are written. Every row has id, prompt, answer and problem.
+NAME is deepmath, math, math500, gsm8k, aime24, aime25, amc23 or dapo; FILE is what its authors
+publish (parquet, JSONL, or a directory of the library datasets), which you have downloaded.
+Repeated problems are written once, those with contradicting answers not at all. --min-difficulty
+leaves out what is easier (DeepMath's difficulty, MATH's level) or of unknown difficulty. --exclude
+names data files, such as those of data.heldout, none of whose problems are written. Every row has
+id, prompt, answer and problem.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from collections import Counter
@@ -20,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NoReturn
 
-from data_recipes import FORMS, IDS, RECIPES, NoProblem, Recipe, bare, key_of, own_id
+from data_recipes import FORMS, IDS, RECIPES, NoProblem, Recipe, Row, bare, key_of, own_id
 
 from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.files import located_rows
@@ -33,17 +37,26 @@ CONTRADICTING = "with contradicting answers"
 
 @dataclass
 class Prepared:
-    """Rows by the key of their problem, None for contradictions, and what became of the others."""
+    """Rows by the key of their problem, None for contradictions, and what became of the others.
 
+    easy: why a problem is not written all the same, and where it stands.
+    """
+
+    easy: dict[str, tuple[str, str]] = field(default_factory=dict)
     rows: dict[str, dict[str, Any] | None] = field(default_factory=dict)
     left_out: Counter[str] = field(default_factory=Counter)
     first: dict[str, str] = field(default_factory=dict)
 
-    def add(self, row: dict[str, Any], where: str) -> None:
-        """Take a problem that is new; a contradiction takes out the one before it too."""
+    def add(self, row: dict[str, Any], where: str, easy: str | None) -> None:
+        """Take a problem that is new; a contradiction takes out the one before it too.
+
+        easy: why a problem that is new is not written, which its later rows can still contradict.
+        """
         key = key_of(row["problem"])
         if key not in self.rows:
             self.rows[key] = row
+            if easy:
+                self.easy[key] = easy, where
         elif (held := self.rows[key]) is not None and held["answer"] == row["answer"]:
             self.leave_out("repeated", where)
         else:
@@ -56,10 +69,12 @@ class Prepared:
         self.left_out[why] += 1
         self.first.setdefault(why, where)
 
-    @property
-    def written(self) -> list[dict[str, Any]]:
-        """What is written, in order."""
-        return [row for row in self.rows.values() if row is not None]
+    def settle(self) -> list[dict[str, Any]]:
+        """What is written, in order, once the rest is counted."""
+        for key, (why, where) in self.easy.items():
+            if self.rows[key] is not None:
+                self.leave_out(why, where)
+        return [row for key, row in self.rows.items() if row is not None and key not in self.easy]
 
 
 def fail(why: str) -> NoReturn:
@@ -92,8 +107,23 @@ def excluded(paths: Sequence[Path]) -> set[str]:
     return found
 
 
-def prepare(name: str, paths: Sequence[Path], form: str, without: set[str]) -> Prepared:
-    """Every problem of the files once, but for those that are left out."""
+def too_easy(recipe: Recipe, row: Row, least: float | None) -> str | None:
+    """Why a row is not as hard as --min-difficulty wants, if it is not."""
+    if least is None or recipe.difficulty is None:
+        return None
+    found = recipe.difficulty(row)
+    if found is None:
+        return "of unknown difficulty"
+    return f"below --min-difficulty {least:g}" if found < least else None
+
+
+def prepare(
+    name: str, paths: Sequence[Path], form: str, without: set[str], least: float | None
+) -> Prepared:
+    """Every problem of the files once, but for those that are left out.
+
+    least: the difficulty below which a problem is left out; None for every problem.
+    """
     recipe, found = RECIPES[name], Prepared()
     for path in paths:
         for located in rows_of(path, columns_of(recipe)):
@@ -117,7 +147,7 @@ def prepare(name: str, paths: Sequence[Path], form: str, without: set[str]) -> P
                 "source": name,
             }
             kept = {key: row[key] for key in recipe.kept if row.get(key) is not None}
-            found.add(written | kept, where)
+            found.add(written | kept, where, too_easy(recipe, row, least))
     return found
 
 
@@ -143,6 +173,7 @@ def arguments_of(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("files", nargs="+", type=Path, metavar="FILE")
     parser.add_argument("-o", "--output", required=True, type=Path, metavar="OUT.jsonl")
     parser.add_argument("--form", choices=sorted(FORMS), default="boxed")
+    parser.add_argument("--min-difficulty", type=float, metavar="LEAST")
     parser.add_argument("--exclude", nargs="+", default=[], type=Path, metavar="FILE")
     return parser.parse_args(words)
 
@@ -153,14 +184,22 @@ def main() -> int:
     out: Path = arguments.output
     if out.suffix != ".jsonl" or out.exists() or not out.absolute().parent.is_dir():
         fail(f"-o must name a new .jsonl file in a directory that exists, got {out}")
+    least: float | None = arguments.min_difficulty
+    if least is not None and math.isnan(least):
+        fail("--min-difficulty must be a number, got nan")
+    if least is not None and RECIPES[arguments.name].difficulty is None:
+        rated = ", ".join(name for name, recipe in RECIPES.items() if recipe.difficulty)
+        fail(f"--min-difficulty needs a set with a difficulty ({rated}), got {arguments.name}")
     without = excluded(arguments.exclude)
-    found = prepare(arguments.name, arguments.files, arguments.form, without)
+    found = prepare(arguments.name, arguments.files, arguments.form, without, least)
+    rows = found.settle()
     for why, count in found.left_out.items():
         print(f"left out: {count} {why}, first {found.first[why]}")
-    if not found.written:
-        fail(f"no problem of {', '.join(map(str, arguments.files))} can be written")
-    write(out, found.written)
-    print(f"{out}: {len(found.written)} problems")
+    if not rows:
+        counts = ", ".join(f"{count} {why}" for why, count in found.left_out.items()) or "no rows"
+        fail(f"no problem of {', '.join(map(str, arguments.files))} can be written: {counts}")
+    write(out, rows)
+    print(f"{out}: {len(rows)} problems")
     return 0
 
 

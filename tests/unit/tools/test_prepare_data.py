@@ -74,6 +74,119 @@ def test_deepmath(tmp_path: Path):
     assert "r1_solution_1" not in found
 
 
+def math_row(problem: str, level: str | None, answer: str = "1") -> dict[str, Any]:
+    solution = f"First \\boxed{{0}}, so $x = \\boxed{{{answer}}}$."
+    return {"problem": problem, "level": level, "type": "Algebra", "solution": solution}
+
+
+def test_math_and_math500(tmp_path: Path):
+    row = math_row("What is $x$?", "Level 5", "\\frac{1}{\\sqrt{2}}")
+    (found,) = prepared("math", tmp_path / "math.jsonl", table(tmp_path / "a.parquet", row))
+    assert found == {
+        "id": "math-1",
+        "prompt": f"What is $x$?{BOXED}",
+        "answer": "\\frac{1}{\\sqrt{2}}",
+        "problem": "What is $x$?",
+        "source": "math",
+        "level": "Level 5",
+        "type": "Algebra",
+    }
+    row = {
+        "problem": "How many?",
+        "solution": "So \\boxed{4}, or 2 + 2.",
+        "answer": "3 + 1",
+        "subject": "Precalculus",
+        "level": 2,
+        "unique_id": "test/precalculus/807.json",
+    }
+    (found,) = prepared("math500", tmp_path / "500.jsonl", table(tmp_path / "b.parquet", row))
+    assert (found["id"], found["answer"]) == ("test/precalculus/807.json", "3 + 1")
+    assert (found["level"], found["subject"]) == (2, "Precalculus")
+
+
+@pytest.mark.parametrize("write", [jsonl, table])
+def test_levels_from_3_of_math(tmp_path: Path, capsys, write):
+    levels = ["Level 1", "Level 2", "Level 3", "Level 4", "Level 5", "Level ?", None, "Level 6"]
+    rows = [math_row(f"P{place}", level) for place, level in enumerate(levels, 1)]
+    path = write(tmp_path / ("a.jsonl" if write is jsonl else "a.parquet"), *rows)
+    found = prepared("math", tmp_path / "o.jsonl", path, "--min-difficulty", "3")
+    assert [row["level"] for row in found] == ["Level 3", "Level 4", "Level 5"]
+    said = capsys.readouterr().out
+    place = f"{path}:" if write is jsonl else f"{path} row "
+    assert f"left out: 2 below --min-difficulty 3, first {place}1\n" in said
+    assert f"left out: 3 of unknown difficulty, first {place}6\n" in said
+    # every problem has the same id without the option, which asks nothing of the levels
+    whole = prepared("math", tmp_path / "all.jsonl", path)
+    assert len(whole) == 8
+    assert all(row in whole for row in found)
+
+
+def test_difficulties_from_6_of_deepmath(tmp_path: Path, capsys):
+    difficulties = [5.999, 6.0, 8.5, None, float("nan"), -1.0]
+    rows = [
+        {"question": f"Q{place}", "final_answer": "1", "difficulty": value, "topic": "t"}
+        for place, value in enumerate(difficulties)
+    ]
+    path = table(tmp_path / "a.parquet", *rows)
+    found = prepared("deepmath", tmp_path / "o.jsonl", path, "--min-difficulty", "6")
+    assert [row["difficulty"] for row in found] == [6.0, 8.5]
+    said = capsys.readouterr().out
+    assert "left out: 2 below --min-difficulty 6" in said
+    assert "left out: 2 of unknown difficulty" in said
+
+
+def test_numbers_as_levels_of_math500(tmp_path: Path):
+    rows = [
+        {"problem": f"P{level!r}", "answer": "1", "level": level}
+        for level in (True, *range(7), 4.0)
+    ]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    found = prepared("math500", tmp_path / "o.jsonl", path, "--min-difficulty", "4")
+    assert [row["level"] for row in found] == [4, 5, 4.0]
+
+
+def test_what_is_too_easy_still_contradicts(tmp_path: Path, capsys):
+    rows = [
+        math_row("A", "Level 1", "1"),
+        math_row("A", "Level 5", "2"),
+        math_row("B", "Level 5", "1"),
+        math_row("B", "Level 1", "2"),
+        math_row("C", "Level 1", "1"),
+        math_row("C", "Level 1", "1"),
+        math_row("D", "Level 5", "1"),
+    ]
+    path = jsonl(tmp_path / "a.jsonl", *rows)
+    found = prepared("math", tmp_path / "o.jsonl", path, "--min-difficulty", "3")
+    assert [row["problem"] for row in found] == ["D"]
+    said = capsys.readouterr().out
+    assert "left out: 4 with contradicting answers" in said
+    assert "left out: 1 repeated" in said
+    assert f"left out: 1 below --min-difficulty 3, first {path}:5\n" in said
+
+
+def test_a_difficulty_that_leaves_nothing_or_is_not_there_is_one_line(tmp_path: Path, capsys):
+    unboxed = {"problem": "P", "level": "Level 5", "type": "Algebra", "solution": "so 4"}
+    path = jsonl(tmp_path / "a.jsonl", math_row("A", "Level 5"), math_row("B", "Level ?"), unboxed)
+    new = tmp_path / "o.jsonl"
+    nothing = (
+        f"no problem of {path} can be written: 1 no problem with an answer, "
+        "1 below --min-difficulty 6, 1 of unknown difficulty"
+    )
+    for name, least, line in (
+        ("math", "6", nothing),
+        ("math", "nan", "--min-difficulty must be a number, got nan"),
+        ("gsm8k", "3", "needs a set with a difficulty (deepmath, math, math500), got gsm8k"),
+    ):
+        with pytest.raises(SystemExit) as caught:
+            prepared(name, new, path, "--min-difficulty", least)
+        assert caught.value.code == 2
+        error = capsys.readouterr().err
+        assert error.startswith("error: ")
+        assert line in error
+        assert error.count("\n") == 1
+    assert not new.exists()
+
+
 @pytest.mark.parametrize(
     ("name", "row", "answer"),
     [
@@ -162,6 +275,9 @@ def test_contradictions_are_left_out_and_counted(tmp_path: Path, capsys):
         ("aime24", {"problem": "q", "answer": "1000"}, "a whole number 0..999, got '1000'"),
         ("aime24", {"problem": "q", "solution": "no box"}, "the solution has no \\boxed{...}"),
         ("aime24", {"problem": "q", "solution": "\\boxed{1"}, "the solution has no \\boxed{...}"),
+        ("math", {"problem": "q", "solution": "no box"}, "the solution has no \\boxed{...}"),
+        ("math", {"problem": "q", "answer": "1"}, "no column solution"),
+        ("math500", {"problem": "q", "solution": "\\boxed{1}"}, "no column answer"),
         ("amc23", {"problem": "q", "answer": True}, "must be text or a number, got bool"),
         ("dapo", {"prompt": [], "answer": "1"}, "must be text or one message, got list"),
     ],
@@ -190,6 +306,7 @@ def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, capsys):
         ([good, "-o", good], "-o must name a new .jsonl file"),
         ([good, "-o", tmp_path / "o.txt"], "-o must name a new .jsonl file"),
         ([good, "-o", tmp_path / "no" / "o.jsonl"], "-o must name a new .jsonl file"),
+        ([empty, "-o", new], "empty.jsonl can be written: no rows"),
         ([good, "-o", new, "--exclude", empty], "empty.jsonl holds no rows"),
         ([good, "-o", new, "--exclude", odd], "odd.jsonl:1: missing column 'prompt'"),
         ([tmp_path / "*.csv", "-o", new], "data file not found: no file fits"),
