@@ -50,8 +50,8 @@ def config_of(example: str) -> Config:
     ("example", "words"),
     [
         ("one_node", ["1.72 B", "30.53 B", "3.35 B", "52.8", "71.1 GiB", "589,824"]),
-        ("four_nodes", ["30.53 B", "235.09 B", "22.19 B", "0 8", "0 1 .. 7", "56.4", "56.9 GiB"]),
-        ("sixteen_nodes", ["235.09 B", "90.8", "0 32", "0 1 .. 15", "expert dp", "437.9 GiB"]),
+        ("four_nodes", ["30.53 B", "235.09 B", "22.19 B", "0 8", "0 1 2 3", "54.1", "56.9 GiB"]),
+        ("sixteen_nodes", ["235.09 B", "87.7", "0 8 .. 56", "0 1 2 3", "expert dp", "437.9 GiB"]),
     ],
 )
 def test_check_prints_the_plan_of_each(
@@ -66,10 +66,34 @@ def test_check_prints_the_plan_of_each(
     assert "not checked data.train data/" in flat
 
 
+@pytest.mark.parametrize("example", ["four_nodes", "sixteen_nodes"])
+def test_a_mixture_s_learner_computes_what_its_servers_do(
+    example: str, capsys: pytest.CaptureFixture[str]
+):
+    """Before: EP 8 against 2, TP 4 against 8; the full ratio and the learner's own experts."""
+    assert main(["check", str(CLUSTER / example / "config.yaml")]) == 0
+    printed = capsys.readouterr().out
+    table = printed.split("learner and sampler")[1].split("a weight sync")[0]
+    same = [line.split()[-1] for line in table.splitlines()[4:] if line.strip()]
+    assert same == ["yes"] * 5
+    flat = " ".join(printed.split())
+    assert "correction kappa_k = sg(min(rho_k, 2)); rho_k = p_k / o_k" in flat
+    assert "routing rollout: the experts that the fleet's routers chose" in flat
+    first = {line.split()[0] for line in printed.splitlines() if line.strip()}
+    assert not first & {"note", "warning"}
+
+
+@pytest.mark.parametrize("example", ["four_nodes", "sixteen_nodes"])
+def test_a_mixture_s_layouts_must_match(example: str, capsys: pytest.CaptureFixture[str]):
+    code = main(["check", str(CLUSTER / example / "config.yaml"), "--set", "student.ep=2"])
+    refused(capsys, code, "weight_sync.match=require", "learner.parallel.ep=4", "student.ep=2")
+
+
 def test_check_of_an_example_needs_no_torch():
+    # the others' settings are Megatron's to judge
     program = (
         "import sys; from megatron_opd.cli.main import main; "
-        "code = main(['check', 'examples/cluster/sixteen_nodes/config.yaml']); "
+        "code = main(['check', 'examples/cluster/one_node/config.yaml']); "
         "sys.exit(code or sum(name in sys.modules for name in ('torch', 'transformers')))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -79,8 +103,12 @@ def test_check_of_an_example_needs_no_torch():
 @pytest.mark.parametrize(
     ("example", "override", "words"),
     [
-        ("sixteen_nodes", "learner.gpu_memory_gib=79", ["optimizer", "ep=32 would fit"]),
-        ("four_nodes", "learner.recompute=none", ["activations", "learner.recompute=selective"]),
+        ("sixteen_nodes", "learner.gpu_memory_gib=79", ["optimizer", "ep=8 would fit"]),
+        (
+            "four_nodes",
+            "learner.recompute=none learner.gpu_memory_gib=72",
+            ["activations", "learner.recompute=selective"],
+        ),
         ("four_nodes", "teacher.tp=4 teacher.ep=4", ["teacher.gpu_memory_gib", "teacher.tp=8"]),
     ],
 )
