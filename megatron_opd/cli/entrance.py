@@ -13,7 +13,7 @@ from megatron_opd.cli.keys import named_key
 from megatron_opd.cli.preflight import ServedModel
 from megatron_opd.cli.prepare import Prepared
 from megatron_opd.cli.processes import Processes
-from megatron_opd.cli.roles import Role, section_of
+from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.cli.startup import take_in
 from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.config.rules import keyless_problem
@@ -64,7 +64,8 @@ class Entrance:
             raise UserError(keyless_problem(role, url))
         suits = partial(check_joiner, config, self._prepared, role, fleet) if new else None
         vocab_size = self._prepared.vocab_sizes[role]
-        model = ServedModel(vocab_size, self._prepared.ends[role])
+        trained = self._prepared.student.spec if role == STUDENT else None
+        model = ServedModel(vocab_size, self._prepared.ends[role], trained)
         client = await take_in(config, role, fleet, url, key, model, self._claimant, suits)
         if new:
             self._joined.add((role, url))

@@ -255,8 +255,10 @@ class MismatchRun:
         return measured
 
     async def _join(self, fleet: Fleet) -> None:
-        model = ServedModel(self.prepared.student.vocab_size, self.prepared.ends)
-        await join_role(self.config, STUDENT, fleet, model, Claimant("opd mismatch"))
+        student = self.prepared.student
+        model = ServedModel(student.vocab_size, self.prepared.ends, student.spec)
+        notes = await join_role(self.config, STUDENT, fleet, model, Claimant("opd mismatch"))
+        self._say(*(f"note: {line}" for line in notes))
 
     def _say(self, *lines: str) -> None:
         for line in lines:

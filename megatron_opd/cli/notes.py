@@ -9,7 +9,8 @@ from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch_limits import why_not
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.planning.matching import differences
+from megatron_opd.planning.matching import Served, differences
+from sglang_bridge.protocol import ServerInfo
 
 
 def notes(config: Config) -> list[str]:
@@ -28,12 +29,32 @@ def notes(config: Config) -> list[str]:
 def sampler_gaps(config: Config, spec: ModelSpec) -> list[str]:
     """Return one line for each difference of learner and sampler that widens their gap.
 
-    UserError: weight_sync.match allows none. Nothing where the servers are started elsewhere.
+    UserError: weight_sync.match allows none. Servers started elsewhere say how they divide the
+    model once they are asked, see served_gaps.
     """
+    lines = _allowed(config, differences(config, spec))
+    if config.student.urls and config.weight_sync.match == "require":
+        lines.append(
+            "weight_sync.match require: the tp and ep of student.urls are compared with the "
+            "learner's when the servers are asked, as a run starts"
+        )
+    return lines
+
+
+def served_gaps(config: Config, spec: ModelSpec, info: ServerInfo) -> list[str]:
+    """Return one line for each difference of the learner and a student server, by its own words.
+
+    UserError: weight_sync.match allows none.
+    """
+    served = Served(info.tp_size, info.ep_size, info.dtype, info.url)
+    return _allowed(config, differences(config, spec, served))
+
+
+def _allowed(config: Config, found: list[str]) -> list[str]:
+    """Return notes of these differences. UserError: weight_sync.match allows none."""
     match = config.weight_sync.match
-    if match == "off" or config.student.urls:
+    if match == "off":
         return []
-    found = differences(config, spec)
     if found and match == "require":
         raise UserError(
             f"weight_sync.match=require needs a learner and servers of one layout, got {found[0]}"

@@ -408,10 +408,14 @@ def prompt_limit(config: Config, student: ModelFacts) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """Says what a server of a role must serve. ends: what ends a response of the model."""
+    """Says what a server of a role must serve. ends: what ends a response of the model.
+
+    trained: the model, of a student, whose servers' layout is compared with the learner's.
+    """
 
     vocab_size: int
     ends: EndTokens
+    trained: ModelSpec | None = None
 
 
 def check_served(

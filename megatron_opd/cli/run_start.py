@@ -8,7 +8,7 @@ from megatron_opd.cli.data_workers import DataWorkers
 from megatron_opd.cli.joining import Part, there
 from megatron_opd.cli.preflight import ServedModel
 from megatron_opd.cli.processes import Processes
-from megatron_opd.cli.roles import Role, section_of
+from megatron_opd.cli.roles import STUDENT, Role, section_of
 from megatron_opd.cli.run_parts import RunParts
 from megatron_opd.cli.startup import all_up, join_role
 from megatron_opd.cli.wiring import watched_engines
@@ -71,8 +71,10 @@ class RunStart(RunParts):
 
     async def _join(self, role: Role, fleet: Fleet, wait_s: float = 0.0) -> None:
         vocab_size, used = self.prepared.vocab_sizes[role], self._used(role)
-        model = ServedModel(vocab_size, self.prepared.ends[role])
-        await join_role(self.config, role, fleet, model, self.claimant, wait_s, used=used)
+        trained = self.prepared.student.spec if role == STUDENT else None
+        model = ServedModel(vocab_size, self.prepared.ends[role], trained)
+        notes = await join_role(self.config, role, fleet, model, self.claimant, wait_s, used=used)
+        self._say(*(f"note: {line}" for line in notes))
 
     async def _start_workers(self) -> None:
         """Start the data workers, if there are to be any, and wait for them."""

@@ -230,7 +230,8 @@ class SiteRun:
             section = section_of(config, role)
             urls = section.urls or tuple(server.url for server in started[role])
             fleet = self._fleets[role] = make_fleet(section, urls, keys[role])
-            await join_role(config, role, fleet, self._served(role), self._claimant)
+            notes = await join_role(config, role, fleet, self._served(role), self._claimant)
+            self._say(*(f"note: {line}" for line in notes))
 
     async def _ports_are_free(self) -> None:
         """Wait, not for long, for the servers of a process of this site that was killed to end."""
@@ -256,7 +257,9 @@ class SiteRun:
         )
 
     def _served(self, role: Role) -> ServedModel:
-        return ServedModel(self._models.models[role].vocab_size, self._models.ends[role])
+        model = self._models.models[role]
+        trained = model.spec if role == STUDENT else None
+        return ServedModel(model.vocab_size, self._models.ends[role], trained)
 
     def _say(self, *lines: str) -> None:
         for line in lines:

@@ -8,6 +8,7 @@ from megatron_opd.cli.claimant import Claimant
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.guards import RunGuard
 from megatron_opd.cli.joining import Part, all_of, answers
+from megatron_opd.cli.notes import served_gaps
 from megatron_opd.cli.preflight import ServedModel, check_served
 from megatron_opd.cli.roles import Role, section_of
 from megatron_opd.cli.wiring import make_client
@@ -44,11 +45,12 @@ async def join_role(
     wait_s: float = 0.0,
     *,
     used: bool = False,
-) -> None:
+) -> list[str]:
     """Ask a role's servers what they are, and claim them; those elsewhere may be another model's.
 
     claimant: the run. wait_s: how long they may take to answer at all. used: they may hold any
-    version, as an earlier controller of this run left them.
+    version, as an earlier controller of this run left them. Returns a note for each way in which
+    students elsewhere are not cut as the learner. UserError: one is not what the role needs.
     """
     section = section_of(config, role)
     try:
@@ -61,6 +63,9 @@ async def join_role(
     key = f"{role}.urls" if section.urls else role
     for info in infos:
         check_served(key, info, section, model, deterministic=fixed, fresh=fresh)
+    if model.trained is None or not section.urls:
+        return []
+    return [line for info in infos for line in served_gaps(config, model.trained, info)]
 
 
 async def take_in(
@@ -86,6 +91,8 @@ async def take_in(
         await client.claim(claimant.claim(role))
         deterministic = config.run.deterministic
         check_served(role, info, section, model, deterministic=deterministic, fresh=new)
+        if model.trained is not None:
+            served_gaps(config, model.trained, info)  # raises where match: require
         if suits is not None:
             await suits(client, info)
         fleet.add(client, info)

@@ -316,8 +316,8 @@ class WeightSyncConfig(Section):
 
     match: Literal["require", "prefer", "off"] = "prefer"
     """What to do where learner and student servers are cut differently or differ in dtype, which
-    widens the gap between their log-probs: require rejects the configuration, prefer warns, off is
-    silent."""
+    widens the gap between their log-probs: require rejects the configuration, or servers started
+    elsewhere by what they say themselves, prefer warns, off is silent."""
     bucket_bytes: ByteCount = 512 * 2**20
     """Largest size in bytes of one bucket of weights. Raising it sends fewer, larger messages;
     every rank of learner and servers holds at most two (broadcast: one) while weights are sent."""

@@ -14,7 +14,10 @@ from megatron_opd.models.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """Describes one row of a comparison: what both sides have. why: what a difference changes."""
+    """Describes one row of a comparison: what both sides have. why: what a difference changes.
+
+    cut: it is how the model is divided, which servers started elsewhere say themselves.
+    """
 
     what: str
     learner_key: str
@@ -22,6 +25,7 @@ class Side:
     sampler_key: str
     sampler: str
     why: str
+    cut: bool = False
 
     @property
     def differs(self) -> bool:
@@ -31,29 +35,48 @@ class Side:
     @property
     def text(self) -> str:
         """Says in one line what differs and what it does."""
-        sampler = self.sampler_key.format(self.sampler)
+        sampler = self.sampler_key.replace("{}", self.sampler)
         return f"{self.learner_key.format(self.learner)} and {sampler}: {self.why}"
 
 
-def compared(config: Config, spec: ModelSpec) -> list[Side]:
-    """Return what learner and student servers have in common or not, in order of their effect."""
+@dataclass(frozen=True, slots=True)
+class Served:
+    """Says how one server computes the model, by its own words."""
+
+    tp: int
+    ep: int
+    dtype: str
+    url: str = ""
+
+    def key(self, name: str) -> str:
+        """Returns what a row calls a setting of the server: a key, or a word of the server."""
+        return f"{name}={{}} of {self.url}" if self.url else f"student.{name}={{}}"
+
+
+def compared(config: Config, spec: ModelSpec, served: Served | None = None) -> list[Side]:
+    """Return what learner and student servers have in common or not, in order of their effect.
+
+    served: a server that is there; None: as the configuration has them.
+    """
     learner, student, parallel = config.learner, config.student, config.learner.parallel
+    served = served or Served(student.tp, student.ep, student.dtype)
     rows = [
         Side(
             "dtype",
             "learner.dtype={}",
             learner.dtype,
-            "student.dtype={}",
-            student.dtype,
+            served.key("dtype"),
+            served.dtype,
             "the same weights are rounded differently",
         ),
         Side(
             "tensor parallel",
             "learner.parallel.tp={}",
             str(parallel.tp),
-            "student.tp={}",
-            str(student.tp),
+            served.key("tp"),
+            str(served.tp),
             "sums over ranks are rounded differently",
+            cut=True,
         ),
         Side(
             "context parallel",
@@ -70,17 +93,19 @@ def compared(config: Config, spec: ModelSpec) -> list[Side]:
                 "expert parallel",
                 "learner.parallel.ep={}",
                 str(parallel.ep),
-                "student.ep={}",
-                str(student.ep),
+                served.key("ep"),
+                str(served.ep),
                 "experts' outputs are summed in another order",
+                cut=True,
             ),
             Side(
                 "tensor parallel of an expert",
                 "learner.parallel.etp={}",
                 str(parallel.expert_tp),
-                "student.tp / student.ep = {}",
-                str(student.tp // student.ep),
+                f"tp / ep = {{}} of {served.url}" if served.url else "student.tp / student.ep = {}",
+                str(served.tp // served.ep),
                 "sums over an expert's ranks are rounded differently",
+                cut=True,
             ),
         ]
     return [*rows, *_matrices(config)]
@@ -100,6 +125,12 @@ def _matrices(config: Config) -> list[Side]:
     return [Side("matrices", "learner.dtype={}", learner.dtype, key, shown, why)]
 
 
-def differences(config: Config, spec: ModelSpec) -> list[str]:
-    """Return one line for each difference between learner and sampler."""
-    return [row.text for row in compared(config, spec) if row.differs]
+def differences(config: Config, spec: ModelSpec, served: Served | None = None) -> list[str]:
+    """Return one line for each difference between learner and sampler.
+
+    served: a server that is there. None: by the configuration, which does not say how servers
+    started elsewhere divide the model.
+    """
+    unknown = served is None and bool(config.student.urls)
+    rows = compared(config, spec, served)
+    return [row.text for row in rows if row.differs and not (unknown and row.cut)]

@@ -29,7 +29,9 @@ def test_a_server_that_joined_is_never_shown_the_random_key(
     monkeypatch.setattr(entrance, "take_in", take_in)
     monkeypatch.setenv("OPD_TEST_KEY", "secret")
     config = minimal(student={"model": "s", "api_key_env": named})
-    prepared: Any = SimpleNamespace(vocab_sizes={"student": 9}, ends={"student": None})
+    prepared: Any = SimpleNamespace(
+        vocab_sizes={"student": 9}, ends={"student": None}, student=SimpleNamespace(spec=None)
+    )
     fleets: Any = {"student": None}
     door = Entrance(config, prepared, fleets, Claimant("run"), {"student": "random"})
 
@@ -50,7 +52,9 @@ def test_a_server_elsewhere_without_a_key_does_not_join(monkeypatch: pytest.Monk
         asked.append(url)
 
     monkeypatch.setattr(entrance, "take_in", take_in)
-    prepared: Any = SimpleNamespace(vocab_sizes={"student": 9}, ends={"student": None})
+    prepared: Any = SimpleNamespace(
+        vocab_sizes={"student": 9}, ends={"student": None}, student=SimpleNamespace(spec=None)
+    )
     fleets: Any = {"student": None}
 
     def door(*, insecure: bool) -> Entrance:
