@@ -121,7 +121,13 @@ def kernel_rows(config: Config, *, moe: bool) -> list[tuple[str, str]]:
     kernels, cuda = choose_kernels(has_gpu()), has_gpu()
     exact = config.run.deterministic
     speedups = choose_speedups(config.learner, kernels, cuda=cuda, moe=moe, deterministic=exact)
-    return [*kernels.reasons, *speedups.reasons]
+    rows = dict([*kernels.reasons, *speedups.reasons])
+    given = config.learner.megatron.get("gradient_accumulation_fusion")
+    if given is not None:
+        how = "fused" if given else "not fused"
+        key = "learner.megatron.gradient_accumulation_fusion"
+        rows["weight gradients here"] = f"{how}, as {key} says"
+    return list(rows.items())
 
 
 def routing_row(config: Config) -> list[tuple[str, str]]:

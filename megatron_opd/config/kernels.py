@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 
+_BUILD = "how to build either: docs/install.md"
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -30,23 +32,28 @@ def choose_kernels(cuda: bool) -> Kernels:
         why = "no GPU: Megatron's local layers, torch attention over packed segments, gloo"
         return Kernels(False, False, (("layers here", why), ("optimizer here", "torch AdamW")))
     engine = find_spec("transformer_engine") is not None
-    # Built by NVIDIA apex from its source; PyPI's `apex` is another project and lacks it.
+    # Built by NVIDIA apex from its source; PyPI's `apex` is another project and lacks both.
     apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
+    adam = find_spec("amp_C") is not None
     layers = "TransformerEngine: it is installed"
+    gradients, optimizer = "fused (TransformerEngine)", "TransformerEngine's FusedAdam"
     if not engine:
         layers = "Megatron's local layers and torch attention: transformer_engine is not installed"
-    gradients = (
-        "not fused: neither TransformerEngine nor apex's fused_weight_gradient_mlp_cuda is here"
-    )
-    if engine:
-        gradients = "fused (TransformerEngine)"
-    elif apex:
         gradients = "fused (apex's fused_weight_gradient_mlp_cuda)"
-    optimizer = "torch AdamW: neither TransformerEngine nor apex is installed"
-    if engine:
-        optimizer = "TransformerEngine's FusedAdam"
-    elif find_spec("amp_C") is not None:
         optimizer = "apex's FusedAdam"
+    if not engine and not apex:
+        gradients = (
+            "not fused: neither TransformerEngine nor apex's fused_weight_gradient_mlp_cuda is "
+            f"here ({_BUILD})"
+        )
+    if not engine and not adam:
+        optimizer = f"torch AdamW: neither TransformerEngine nor apex is installed ({_BUILD})"
+        if find_spec("apex") is not None:
+            optimizer = (
+                "none that is sure to start: the apex that is installed lacks its extension amp_C, "
+                "without which NVIDIA's FusedAdam stops the learner. Build it with its extensions "
+                f"or remove it ({_BUILD})"
+            )
     return Kernels(
         engine,
         engine or apex,

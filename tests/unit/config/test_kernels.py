@@ -1,9 +1,14 @@
 """Which kernels a machine gets, by what is installed."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
+from megatron_opd.cli import check
 from megatron_opd.config import kernels
 from megatron_opd.config.kernels import choose_kernels
+from megatron_opd.config.learner import LearnerConfig
 
 TE, FUSED, APEX = "transformer_engine", "fused_weight_gradient_mlp_cuda", "amp_C"
 
@@ -25,3 +30,34 @@ def test_what_is_chosen_and_why(installed, cuda, monkeypatch):
         assert ("TransformerEngine" in told["weight gradients here"]) == chosen.engine
     best = "TransformerEngine" if TE in installed else "apex" if APEX in installed else "torch"
     assert told["optimizer here"].startswith(best)
+    how = "how to build either: docs/install.md"
+    assert (how in told["optimizer here"]) == (best == "torch")
+    assert (how in told["weight gradients here"]) != chosen.fused_gradients
+
+
+def test_an_apex_without_its_extensions_is_named(monkeypatch):
+    """Megatron takes it wherever it can be imported, and it refuses when it is constructed."""
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name if name == "apex" else None)
+    chosen = choose_kernels(True)
+    told = dict(chosen.reasons)["optimizer here"]
+    assert "lacks its extension amp_C" in told
+    assert "Build it with its extensions or remove it" in told
+    assert not chosen.fused_gradients
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "fused (apex's fused_weight_gradient_mlp_cuda)"),
+        (
+            {"gradient_accumulation_fusion": False},
+            "not fused, as learner.megatron.gradient_accumulation_fusion says",
+        ),
+    ],
+)
+def test_the_check_says_what_the_configuration_chose(given, words, monkeypatch):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name if name == FUSED else None)
+    monkeypatch.setattr(check, "has_gpu", lambda: True)
+    learner = LearnerConfig.model_validate({"megatron": given})
+    config: Any = SimpleNamespace(learner=learner, run=SimpleNamespace(deterministic=False))
+    assert dict(check.kernel_rows(config, moe=False))["weight gradients here"] == words
