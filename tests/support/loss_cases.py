@@ -173,7 +173,6 @@ TRUSTS: list[dict[str, Any]] = [
     {"type": "clip", "low": 0.1, "high": 0.2, "dual": 1.1},
     {"type": "m2", "threshold": 0.1},
     {"type": "m2", "threshold": 0.1, "moment": "capped"},
-    {"type": "m2", "threshold": 0.01, "moment": "capped", "least_low": 0.3, "least_high": 0.5},
 ]
 OUTSIDES: list[dict[str, Any]] = [
     {},
