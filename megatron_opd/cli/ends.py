@@ -113,9 +113,7 @@ class Ends:
         that of any other error, and returns where. where: told beside an unforeseen error.
         """
         error = root_of(error)
-        if isinstance(error, LoopFailed) and isinstance(error.cause, UserError):
-            error = error.cause
-        if isinstance(error, LoopFailed) and isinstance(error.cause, BadRows):
+        if isinstance(error, LoopFailed) and isinstance(error.cause, UserError | BadRows):
             error = UserError(str(error.cause))
         foreseen = isinstance(error, FORESEEN) or self._explained is not None
         told = str(self._explained or error)

@@ -12,6 +12,7 @@ from megatron_opd.cli.train_shape import (
     drawn_of,
     first_shape,
     joined,
+    reads_by_row,
     shape_after,
 )
 from megatron_opd.config.schema import Config
@@ -183,7 +184,7 @@ def lasting(config: Config, train: Sequence[PromptSet], shape: Shape | None = No
     updates = prompt_source(config, train, shape).available(steps * batch) // batch
     if updates == steps:
         return []
-    most = "at most " if any(each.drawn is not None for each in train) else ""
+    most = "at most " if reads_by_row(train) else ""
     return [
         f"data.train lasts for {most}{updates} updates with data.epochs {epochs}: the run ends "
         f"there, before run.max_steps {steps}, which the learning rate's decay goes by"
@@ -233,7 +234,7 @@ def unseen_keys(config: Config, train: Sequence[PromptSet]) -> list[str]:
                 f"data.{key} must name a column of data.train, got {name!r}, which no row has; "
                 "leave it null"
             )
-        if any(each.drawn is not None for each in train):
+        if reads_by_row(train):
             lines.append(f"data.{key}: none of the {rows} rows read so far has {name!r}")
     return lines
 

@@ -115,7 +115,7 @@ def first_shape(config: Config, train: Sequence[PromptSet]) -> Shape:
     """Return the shape of the data of a run that begins."""
     counts = tuple(len(each.prompts) for each in train)
     epochs = tuple((Stretch(0, 0, count),) for count in _of_sources(config, counts))
-    return Shape(_weights(config), (counts,), epochs, _by_row(train))
+    return Shape(_weights(config), (counts,), epochs, reads_by_row(train))
 
 
 def shape_after(
@@ -128,7 +128,7 @@ def shape_after(
     """
     old = begun.kept.shape
     counts = tuple(len(each.prompts) for each in train)
-    weights, before, by_row = _weights(config), old.prompts[-1], _by_row(train)
+    weights, before, by_row = _weights(config), old.prompts[-1], reads_by_row(train)
     if len(before) != len(counts):
         before = counts  # nothing to compare with: all of them are other files
     if weights != old.weights and {*weights, *old.weights} != {None}:
@@ -197,7 +197,8 @@ def drawn_of(parts: Iterable[tuple[PromptSet, int, int]]) -> DrawnPrompts:
     return DrawnPrompts((each, start, end) for each, start, end in rows if each is not None)
 
 
-def _by_row(train: Sequence[PromptSet]) -> bool:
+def reads_by_row(train: Sequence[PromptSet]) -> bool:
+    """Return whether rows of the data are read when they are drawn."""
     return any(each.drawn is not None for each in train)
 
 

@@ -18,6 +18,14 @@ HEAD = (
 TAIL = '\n\nRemember to put your answer on its own line after "Answer:".'
 
 
+def told_in_one_line(ended: SystemExit, capsys: pytest.CaptureFixture[str], words: str) -> None:
+    assert ended.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert words in error
+    assert error.count("\n") == 1
+
+
 def jsonl(path: Path, *rows: dict[str, Any]) -> Path:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -179,11 +187,7 @@ def test_a_difficulty_that_leaves_nothing_or_is_not_there_is_one_line(tmp_path: 
     ):
         with pytest.raises(SystemExit) as caught:
             prepared(name, new, path, "--min-difficulty", least)
-        assert caught.value.code == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert line in error
-        assert error.count("\n") == 1
+        told_in_one_line(caught.value, capsys, line)
     assert not new.exists()
 
 
@@ -313,9 +317,5 @@ def test_what_cannot_be_read_or_written_is_one_line(tmp_path: Path, capsys):
     ):
         with pytest.raises(SystemExit) as caught:
             exit_code("prepare_data", "gsm8k", *map(str, words))
-        assert caught.value.code == 2
-        error = capsys.readouterr().err
-        assert error.startswith("error: ")
-        assert line in error
-        assert error.count("\n") == 1
+        told_in_one_line(caught.value, capsys, line)
     assert not new.exists()
