@@ -1,10 +1,11 @@
 """The papers' findings, measured again: AsyncOPD, TIS, GEPO.
 
-    python -m benchmarks findings [--only NAME ...] [--budget-s S] [--jobs N] [--dirty]
+    python -m benchmarks findings [--only NAME ...] [--budget-s S] [--jobs N] [--dirty] [--clean]
 
 Runs what is missing of the studies named (all of them by default), keeps a row of each run as it
 ends in benchmarks/results/findings_rows.jsonl, and prints what the rows say. Stopped, it goes on
-where it was; `--budget-s 0` runs nothing. docs/findings.md reads the results.
+where it was; `--budget-s 0` runs nothing. `--clean` makes rows again whose tree differed from its commit.
+docs/findings.md reads the results.
 
     python -m benchmarks findings --again N [--draw SEED]
 
@@ -25,7 +26,7 @@ from benchmarks.findings.again import chosen as chosen_of
 from benchmarks.findings.again import made_again
 from benchmarks.findings.figures import of_study, table
 from benchmarks.findings.pool import run_missing
-from benchmarks.findings.rows import Row, finished
+from benchmarks.findings.rows import Row, finished, is_dirty
 from benchmarks.findings.studies import CONTROL, SWEEPS, in_turn, studies
 from benchmarks.findings.trial import Study
 from benchmarks.grid.tree import clean_commit, marked_commit
@@ -60,6 +61,7 @@ def measure(
     parser.add_argument("--again", type=int, metavar="N", help="make N recorded runs again")
     parser.add_argument("--draw", type=int, default=0, help="seed by which those are drawn")
     parser.add_argument("--dirty", action="store_true", help="record from a tree as it is")
+    parser.add_argument("--clean", action="store_true", help="make rows of such trees again")
     asked = parser.parse_args(list(options))
     commit = marked_commit if asked.dirty else clean_commit
     chosen = [known[name] for name in asked.only or known]
@@ -69,11 +71,18 @@ def measure(
             kept = finished(trials, rows)
             return made_again(chosen_of(trials, kept, asked.again, asked.draw), kept, asked.jobs)
         found = run_missing(
-            trials, rows, out, jobs=asked.jobs, budget_s=asked.budget_s, commit=commit
+            trials,
+            rows,
+            out,
+            jobs=asked.jobs,
+            budget_s=asked.budget_s,
+            commit=commit,
+            clean=asked.clean,
         )
     return {
         "run_commits": run_commits(list(found.values())),
         "missing": [trial.name for trial in trials if trial.name not in found],
+        "dirty": sorted(name for name, row in found.items() if is_dirty(row)),
         "studies": {study.name: _said(study, found) for study in chosen},
     }
 

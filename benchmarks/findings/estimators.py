@@ -43,7 +43,21 @@ ESTIMATORS: dict[str, Overrides] = {
         "objective": f"{{type: reverse_kl, advantage: rollout, {CLIP}}}",
         "correction": PROX,
     },
+    # with the cap of 5 that AReaL puts on the sampler's ratio: tokens beyond it are left out
+    "decoupled_cap5": {
+        "objective": f"{{type: reverse_kl, advantage: rollout, {CLIP}}}",
+        "correction": "{type: masked, min_ratio: 0.0, max_ratio: 5.0, prox: true}",
+    },
+    # M2PO by its Algorithm 1; as its authors' code has it, with the threshold of their scripts; and
+    # with a tighter one and the smallest clip that the code has a default for
     "m2po": {"objective": "{type: reverse_kl, advantage: rollout, trust: {type: m2}}"},
+    "m2po_code": {
+        "objective": "{type: reverse_kl, advantage: rollout, trust: {type: m2, moment: capped}}"
+    },
+    "m2po_clip": {
+        "objective": "{type: reverse_kl, advantage: rollout, trust: {type: m2, moment: capped, "
+        "threshold: 0.01, least_low: 0.3, least_high: 0.5}}"
+    },
     # the direction of the divergence (Fig. 2)
     "forward_top16": {
         "objective": "{type: forward_kl}",

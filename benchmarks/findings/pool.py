@@ -111,13 +111,15 @@ def run_missing(
     jobs: int,
     budget_s: float,
     commit: Callable[[], str] | None = None,
+    clean: bool = False,
 ) -> dict[str, Row]:
     """Rows of the trials that are finished, by name, after running what can be run in time.
 
-    commit: of the code; clean_commit unless one is given.
+    commit: of the code; clean_commit unless one is given. clean: rows of a tree that differed from
+    its commit are made again.
     """
     out.mkdir(parents=True, exist_ok=True)
-    kept = finished(trials, rows)
+    kept = finished(trials, rows, clean=clean)
     left = deque(trial for trial in trials if trial.name not in kept)
     ends_s = time.monotonic() + budget_s
     asked = commit or clean_commit

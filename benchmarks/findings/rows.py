@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.grid.tree import MARK
 from benchmarks.grid.trials import Trial, best_accuracy
 
 CURVES = (
@@ -81,12 +82,21 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.{DIGITS}g}")
 
 
-def finished(trials: Sequence[Trial], path: Path) -> dict[str, Row]:
-    """The newest row of every trial that today's losses, configuration and models made."""
+def finished(trials: Sequence[Trial], path: Path, *, clean: bool = False) -> dict[str, Row]:
+    """The newest row of every trial that today's losses, configuration and models made.
+
+    clean: rows of a tree that differed from its commit do not count.
+    """
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    found: Mapping[str, Row] = {row["name"]: row for row in map(json.loads, lines)}
+    every = map(json.loads, lines)
+    found: Mapping[str, Row] = {row["name"]: row for row in every if not (clean and is_dirty(row))}
     return {
         trial.name: found[trial.name]
         for trial in trials
         if trial.name in found and found[trial.name]["fingerprint"] == trial.fingerprint
     }
+
+
+def is_dirty(row: Row) -> bool:
+    """Tell whether a row is of a tree that differed from the commit that it names."""
+    return str(row["commit"]).endswith(MARK)

@@ -42,7 +42,16 @@ SWEEPS: dict[str, Sweep] = {
         "AsyncOPD Figs. 3, 5, Table 1a",
         (("theta", "old"), ("theta", "old_clip"), ("theta_clip", "theta"), ("old_clip", "old")),
     ),
-    "async_rl": Sweep("AsyncOPD Fig. 4, Table 1a", (("theta", "decoupled"), ("theta", "m2po"))),
+    "async_rl": Sweep(
+        "AsyncOPD Fig. 4, Table 1a",
+        (
+            ("theta", "decoupled"),
+            ("theta", "decoupled_cap5"),
+            ("theta", "m2po"),
+            ("theta", "m2po_code"),
+            ("theta", "m2po_clip"),
+        ),
+    ),
     "sets": Sweep(
         "AsyncOPD Fig. 6", (("theta", "top16"), ("theta", "top16_rw"), ("top16_rw", "top16"))
     ),

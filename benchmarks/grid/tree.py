@@ -7,6 +7,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "benchmarks/results"
+MARK = "-dirty"
+"""Ends the commit of a row whose tree differed from it."""
 
 
 class DirtyTree(RuntimeError):
@@ -19,7 +21,7 @@ def clean_commit() -> str:
     Rows that a study is writing do not count.
     """
     found = marked_commit()
-    if found.endswith("-dirty"):
+    if found.endswith(MARK):
         raise DirtyTree(
             "a study records runs of a commit, but tracked files outside benchmarks/results differ "
             "from it: commit or stash them, or add --dirty, which marks the rows"
@@ -30,7 +32,7 @@ def clean_commit() -> str:
 def marked_commit() -> str:
     """Return the commit of this checkout, with "-dirty" where its files differ."""
     differing = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULTS}")
-    return _git("rev-parse", "HEAD") + ("-dirty" if differing else "")
+    return _git("rev-parse", "HEAD") + (MARK if differing else "")
 
 
 def _git(*arguments: str) -> str:

@@ -100,11 +100,22 @@ def test_a_fingerprint_changes_with_estimator_staleness_and_seed():
 def test_all_recorded_rows_are_of_todays_behaviour():
     """Two names for one run have one fingerprint; every other run has its own."""
     trials = in_turn(studies())
-    assert rows_module.finished(trials, RESULTS / "findings_rows.jsonl").keys() == {
-        each.name for each in trials
-    }
+    kept = rows_module.finished(trials, RESULTS / "findings_rows.jsonl")
+    record = json.loads((RESULTS / "findings.json").read_text(encoding="utf-8"))
+    assert {each.name for each in trials} - kept.keys() == set(record["missing"])
     alone = [each for each in trials if not each.setting.endswith("_5p0e-5")]
     assert len({each.fingerprint for each in alone}) == len(alone)
+
+
+def test_a_row_of_a_tree_that_differed_counts_unless_clean_ones_are_asked_for(tmp_path: Path):
+    trial, path = at("theta", 8, 1), tmp_path / "rows.jsonl"
+    found = {"name": trial.name, "fingerprint": trial.fingerprint}
+    lines = [json.dumps(found | {"commit": commit}) for commit in ("1111", "2222-dirty")]
+    path.write_text("\n".join(lines))
+    assert rows_module.finished([trial], path)[trial.name]["commit"] == "2222-dirty"
+    assert rows_module.finished([trial], path, clean=True)[trial.name]["commit"] == "1111"
+    path.write_text(lines[1])
+    assert rows_module.finished([trial], path, clean=True) == {}
 
 
 def test_a_slope_is_that_of_least_squares():
@@ -431,11 +442,15 @@ def test_runs_beside_the_sweeps_are_valid(study: Study, monkeypatch: pytest.Monk
         assert config.evaluation.blocks
 
 
-def test_every_correction_runs_on_the_widest_gap_and_the_control_on_none():
-    runs = {(t.setting.removeprefix("sampler_"), t.method) for t in quantised.study().trials}
-    by_sampler = Counter(sampler for sampler, _ in runs)
-    assert by_sampler == {"exact": 3, "int3": 7, "int4": 2, "fp8": 2, "int8": 2}
-    assert ("exact", quantised.CONTROL) in runs
+def test_every_seed_that_was_fixed_is_run_and_the_control_on_the_exact_sampler():
+    runs = [(t.setting.removeprefix("sampler_"), t.method) for t in quantised.study().trials]
+    counted = Counter(runs)
+    fixed = {(s, name): n for s, seeds in quantised.SEEDS.items() for name, n in seeds.items()}
+    assert counted == fixed
+    assert {name for sampler, name in fixed if sampler == "int3"} == quantised.CORRECTIONS.keys()
+    assert ("exact", quantised.CONTROL) in fixed
+    seeds = [trial.seed for trial in quantised.study().trials]
+    assert seeds == sorted(seeds), "a study that is stopped has whole seeds"
 
 
 def test_a_collapse_and_the_sign_of_k1_are_counted():
