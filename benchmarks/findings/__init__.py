@@ -4,8 +4,8 @@
 
 Runs what is missing of the studies named (all of them by default), keeps a row of each run as it
 ends in benchmarks/results/findings_rows.jsonl, and prints what the rows say. Stopped, it goes on
-where it was; `--budget-s 0` runs nothing. `--clean` makes rows again whose tree differed from its commit.
-docs/findings.md reads the results.
+where it was; `--budget-s 0` runs nothing. `--clean` makes rows again whose tree differed from its
+commit. docs/findings.md reads the results.
 
     python -m benchmarks findings --again N [--draw SEED]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.grid.trials import CURVES, PIPELINE
@@ -15,8 +15,11 @@ T_MANY = 1.96
 WINDOW = 5  # updates that a reward or a point of a curve is averaged over
 
 
-def interval(values: Sequence[float | None]) -> dict[str, float | int | None]:
-    """{mean, half_width_95, n} of the values that exist; null where there are too few."""
+def interval(values: Sequence[float | None], noise: float = 0.0) -> dict[str, float | int | None]:
+    """{mean, half_width_95, n} of the values that exist; null where there are too few.
+
+    noise: what one value is uncertain by; seeds that agree by chance do not make less of it.
+    """
     known = [value for value in values if value is not None]
     if not known:
         return {"mean": None, "half_width_95": None, "n": 0}
@@ -24,8 +27,21 @@ def interval(values: Sequence[float | None]) -> dict[str, float | int | None]:
     if len(known) > 1:
         freedom = len(known) - 1
         quantile = T_975[freedom - 1] if freedom <= len(T_975) else T_MANY
-        half = quantile * statistics.stdev(known) / math.sqrt(len(known))
+        half = max(quantile * statistics.stdev(known) / math.sqrt(len(known)), noise)
     return {"mean": statistics.fmean(known), "half_width_95": half, "n": len(known)}
+
+
+def tells(figure: Mapping[str, Any]) -> int:
+    """1 or -1 where the interval leaves 0 out, above or below; 0 where nothing can be told."""
+    mean, half = figure["mean"], figure["half_width_95"]
+    if mean is None or half is None or abs(mean) <= half:
+        return 0
+    return 1 if mean > 0 else -1
+
+
+def noise_pct(answers: int) -> float:
+    """The largest standard error of an accuracy in percent over so many answers."""
+    return 100 * math.sqrt(0.25 / answers)
 
 
 def windowed(values: Sequence[float | None]) -> list[float]:
