@@ -1,18 +1,9 @@
-"""Fill the tables of docs/findings.md that follow from its record.
-
-    python tools/findings_table.py benchmarks/results/findings.json docs/findings.md
-
-A table stands between `<!-- NAME -->` and `<!-- end NAME -->`; the names are those of TABLES. Where
-several seeds were run a figure is their mean and its 95 % interval.
-"""
+"""Tables and figures of the record of `python -m benchmarks findings`, for tools/pages.py."""
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 ACCURACY, SLOPE, TAIL = (
@@ -134,7 +125,13 @@ def quantised(studies: Said) -> Lines:
         "collapsed",
         "KL(o \\|\\| p0), nats",
     ]
-    heads += ["updates of negative k1", "largest variance of the weight", "entropy", "tokens"]
+    heads += [
+        "k1 = log p0 - log p, nats",
+        "updates where it is negative",
+        "largest variance of the weight",
+        "entropy",
+        "tokens",
+    ]
     rows: list[list[str]] = []
     for sampler, by_correction in studies["quantised"]["by_sampler"].items():
         for name, each in by_correction.items():
@@ -151,6 +148,7 @@ def quantised(studies: Said) -> Lines:
                     shown(each[ACCURACY]),
                     str(each["collapsed"]),
                     small(last["sampler_start_k3_nats"]),
+                    small(each["k1_nats"]),
                     "-" if share is None else f"{100 * share:.0f} %",
                     f"{max(each['importance_variance_largest']):.1e}",
                     shown(last["entropy_nats"], 2),
@@ -199,23 +197,96 @@ TABLES: dict[str, Callable[[Said], Lines]] = {
 }
 
 
-def filled(page: str, studies: Said) -> str:
-    """The page with its tables made anew. ValueError: it has no place for one."""
-    for name, table in TABLES.items():
-        place = re.compile(rf"(<!-- {name} -->\n).*?(<!-- end {name} -->)", re.DOTALL)
-        if not place.search(page):
-            raise ValueError(f"no place for table {name}: <!-- {name} --> and <!-- end {name} -->")
-        text = "\n" + "\n".join(table(studies)) + "\n\n"
-        page = place.sub(lambda found, text=text: found[1] + text + found[2], page)
-    return page
+def earlier(record: Said) -> Lines:
+    """The runs of more updates: accuracy of the servers' weights by sampler and correction."""
+    found: Said = record["quantised_of_more_updates"]["by_sampler"]
+    names = list(dict.fromkeys(name for each in found.values() for name in each))
+    rows = [
+        [sampler, *(_runs(by_correction.get(name, [])) for name in names)]
+        for sampler, by_correction in found.items()
+    ]
+    return of_rows(["sampler", *(f"`{name}`" for name in names)], rows)
 
 
-def main() -> None:
-    """Fill the page that argv names."""
-    record, page = Path(sys.argv[1]), Path(sys.argv[2])
-    studies = json.loads(record.read_text(encoding="utf-8"))["studies"]
-    page.write_text(filled(page.read_text(encoding="utf-8"), studies), encoding="utf-8")
+def _runs(runs: Sequence[Said]) -> str:
+    """Accuracies of single runs; those of another seed than 1 with it."""
+    each = [(f"{run['accuracy_after_pct']:.1f}", run["seed"]) for run in runs]
+    return ", ".join(text if seed == 1 else f"{text} (seed {seed})" for text, seed in each) or "-"
 
 
-if __name__ == "__main__":
-    main()
+def at(studies: Said, estimator: str, staleness: int, figure: str = ACCURACY) -> Any:
+    """A figure of an estimator at one staleness."""
+    return _estimator(studies, estimator)["by_staleness"][str(staleness)][figure]
+
+
+def slope(studies: Said, estimator: str) -> Said:
+    """Points lost for each unit of log2(k + 1)."""
+    return _estimator(studies, estimator)[SLOPE]
+
+
+def versus(studies: Said, one: str, other: str, staleness: int | None = None) -> Said:
+    """Accuracy of one less another's at a staleness; without one the difference of their slopes."""
+    found = _pair(studies, one, other)
+    return found[SLOPE] if staleness is None else found["by_staleness"][str(staleness)]
+
+
+def tail(studies: Said, one: str, other: str, staleness: int) -> Said:
+    """The ratio's 99th percentile of one less another's."""
+    return _pair(studies, one, other)[TAIL][str(staleness)]
+
+
+def rounded(studies: Said, sampler: str, correction: str, *path: str) -> Any:
+    """A figure of GRPO with a sampler and a correction."""
+    found = studies["quantised"]["by_sampler"][sampler][correction]
+    for key in path:
+        found = found[key]
+    return found
+
+
+def schedule(studies: Said, name: str, *path: str) -> Any:
+    """A figure of the study of accuracy against seconds."""
+    found = studies["wall_clock"]["by_schedule"][name]
+    for key in path:
+        found = found[key]
+    return found
+
+
+def gain(studies: Said, name: str) -> Said:
+    """How many times as fast as `sync` a schedule is, less one."""
+    times = schedule(studies, name, "times_as_fast_as_sync")
+    return {**times, "mean": times["mean"] - 1}
+
+
+def control_fails(studies: Said, name: str) -> bool:
+    """Whether the control of a study failed, as it must."""
+    return bool(studies[name]["control"]["fails"])
+
+
+def _estimator(studies: Said, name: str) -> Said:
+    each = (said["by_estimator"] for said in swept(studies).values())
+    return next(found[name] for found in each if name in found)
+
+
+def _pair(studies: Said, one: str, other: str) -> Said:
+    each = (said["differences"] for said in swept(studies).values())
+    return next(found[f"{one} - {other}"] for found in each if f"{one} - {other}" in found)
+
+
+TABLES: dict[str, Callable[[Said], Lines]] = {
+    "pilot": pilot,
+    "sweep": sweep,
+    "differences": differences,
+    "quantised": quantised,
+    "wall_clock": wall_clock,
+}
+FIGURES: dict[str, Callable[..., Any]] = {
+    "at": at,
+    "slope": slope,
+    "versus": versus,
+    "tail": tail,
+    "rounded": rounded,
+    "schedule": schedule,
+    "gain": gain,
+    "control_fails": control_fails,
+}
+"""Of the studies, by the name that a page's source calls."""

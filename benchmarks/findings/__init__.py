@@ -24,11 +24,11 @@ from typing import Any
 from benchmarks.findings import quantised, wall_clock
 from benchmarks.findings.again import chosen as chosen_of
 from benchmarks.findings.again import made_again
-from benchmarks.findings.figures import of_study, table
+from benchmarks.findings.figures import by_chance, of_study, table
 from benchmarks.findings.pool import run_missing
-from benchmarks.findings.rows import Row, finished, is_dirty
+from benchmarks.findings.rows import Row, finished, is_dirty, recorded
 from benchmarks.findings.studies import CONTROL, SWEEPS, in_turn, studies
-from benchmarks.findings.trial import Study
+from benchmarks.findings.trial import NOISE_PCT, Study
 from benchmarks.grid.tree import clean_commit, marked_commit
 from benchmarks.grid.trials import RESULTS, run_commits
 
@@ -79,11 +79,15 @@ def measure(
             commit=commit,
             clean=asked.clean,
         )
+    said = {study.name: _said(study, found) for study in chosen}
     return {
         "run_commits": run_commits(list(found.values())),
         "missing": [trial.name for trial in trials if trial.name not in found],
         "dirty": sorted(name for name, row in found.items() if is_dirty(row)),
-        "studies": {study.name: _said(study, found) for study in chosen},
+        "noise_pct": NOISE_PCT,
+        "comparisons": by_chance(said),
+        "studies": said,
+        "quantised_of_more_updates": quantised.earlier(recorded(rows)),
     }
 
 

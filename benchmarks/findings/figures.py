@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.findings.rows import Row
-from benchmarks.grid.statistics import interval
+from benchmarks.findings.trial import NOISE_PCT
+from benchmarks.grid.statistics import interval, tells
 
 Table = dict[str, dict[int, dict[int, Row]]]
 """Rows by estimator, staleness and seed."""
@@ -50,14 +51,23 @@ def slopes(by_k: Mapping[int, Mapping[int, Row]]) -> dict[str, Any]:
         seed: slope({k: accuracy(rows[seed]) for k, rows in sorted(by_k.items()) if seed in rows})
         for seed in seeds
     }
-    return {"by_seed": per_seed, **interval(list(per_seed.values()))}
+    shared = [k for k, rows in by_k.items() if len(rows) == len(seeds)]
+    return {"by_seed": per_seed, **interval(list(per_seed.values()), slope_noise(shared))}
+
+
+def slope_noise(stalenesses: Sequence[int]) -> float:
+    """What a slope over these is uncertain by, when each accuracy is by NOISE_PCT."""
+    x = [math.log2(k + 1) for k in stalenesses]
+    if len(x) < 3:
+        return 0.0
+    return NOISE_PCT / math.sqrt(sum((each - statistics.fmean(x)) ** 2 for each in x))
 
 
 def paired(one: Mapping[int, Row], other: Mapping[int, Row]) -> dict[str, Any]:
     """Accuracy of one minus the other's, seed by seed, its interval and the seeds it needs."""
     shared = sorted(one.keys() & other.keys())
     differences = [accuracy(one[seed]) - accuracy(other[seed]) for seed in shared]
-    return {**interval(differences), "seeds_for_3_points": seeds_needed(differences)}
+    return {**interval(differences, NOISE_PCT), "seeds_for_3_points": seeds_needed(differences)}
 
 
 def seeds_needed(differences: Sequence[float]) -> int | None:
@@ -77,6 +87,14 @@ def level(row: Row, curve: str) -> float | None:
     return statistics.fmean(known) if known else None
 
 
+def by_seed(one: Mapping[int, Row], other: Mapping[int, Row], curve: str) -> list[float | None]:
+    """The level of a curve less the other's, seed by seed; null where either has none."""
+    levels = [
+        (level(one[s], curve), level(other[s], curve)) for s in sorted(one.keys() & other.keys())
+    ]
+    return [None if a is None or b is None else a - b for a, b in levels]
+
+
 def highest(row: Row, curve: str) -> float:
     """The largest value of a curve; 0 where it has none."""
     return max((value for value in row["curves"][curve] if value is not None), default=0.0)
@@ -88,7 +106,7 @@ def at_staleness(rows: Mapping[int, Row]) -> dict[str, Any]:
     return {
         "seeds": sorted(rows),
         "diverged": sum(row["status"] == "diverged" for row in each),
-        "accuracy_after_pct": interval([accuracy(row) for row in each]),
+        "accuracy_after_pct": interval([accuracy(row) for row in each], NOISE_PCT),
         "ratio_p99_of_the_last_updates": interval([level(row, "ratio_p99") for row in each]),
         "ratio_max": max(highest(row, "ratio_max") for row in each),
         "entropy_nats_of_the_last_updates": interval([level(row, "entropy_nats") for row in each]),
@@ -124,6 +142,7 @@ def compared(
     one: Mapping[int, Mapping[int, Row]], other: Mapping[int, Mapping[int, Row]]
 ) -> dict[str, Any]:
     """One estimator less another, by staleness, and their slopes: each seed with itself."""
+    shared = sorted(one.keys() & other.keys())
     slope_of, slope_of_other = slopes(one)["by_seed"], slopes(other)["by_seed"]
     steeper = [
         slope_of[seed] - slope_of_other[seed]
@@ -131,9 +150,46 @@ def compared(
         if slope_of[seed] is not None and slope_of_other[seed] is not None
     ]
     return {
-        "by_staleness": {k: paired(one[k], other[k]) for k in sorted(one.keys() & other.keys())},
-        "slope_pct_per_doubling": interval(steeper),
+        "by_staleness": {k: paired(one[k], other[k]) for k in shared},
+        "ratio_p99_of_the_last_updates": {
+            k: interval(by_seed(one[k], other[k], "ratio_p99")) for k in shared
+        },
+        "slope_pct_per_doubling": interval(steeper, slope_noise(shared)),
     }
+
+
+def by_chance(said: Any) -> dict[str, Any]:
+    """How many differences have an interval, leave 0 out, and would by chance alone.
+
+    said: figures by name, nested; differences stand under names of DIFFERENCES.
+    """
+    found = [each for each in _differences(said) if each["half_width_95"] is not None]
+    return {
+        "compared": len(found),
+        "leave_0_out": sum(tells(each) != 0 for each in found),
+        "expected_by_chance": 0.05 * len(found),
+    }
+
+
+DIFFERENCES = (
+    "differences",
+    "less_exact_pct",
+    "less_none_pct",
+    "less_tis_2_pct",
+    "accuracy_less_sync_pct",
+)
+
+
+def _differences(said: Any, inside: bool = False) -> list[Mapping[str, Any]]:
+    if not isinstance(said, dict):
+        return []
+    if inside and "half_width_95" in said:
+        return [said]
+    return [
+        each
+        for name, part in said.items()
+        for each in _differences(part, inside or name in DIFFERENCES)
+    ]
 
 
 def controlled(name: str, wrong: Mapping[int, Row], right: Mapping[int, Row]) -> dict[str, Any]:
@@ -141,6 +197,6 @@ def controlled(name: str, wrong: Mapping[int, Row], right: Mapping[int, Row]) ->
     shared = sorted(wrong.keys() & right.keys())
     return {
         "estimator": name,
-        "accuracy_after_pct": interval([accuracy(row) for row in wrong.values()]),
+        "accuracy_after_pct": interval([accuracy(row) for row in wrong.values()], NOISE_PCT),
         "fails": all(accuracy(wrong[s]) < accuracy(right[s]) for s in shared) if shared else None,
     }

@@ -19,13 +19,14 @@ The control must fail: GRPO with the sign of its advantage turned round, on the 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Iterable
 from typing import Any
 
 from benchmarks.findings.estimators import Overrides
 from benchmarks.findings.exported import KEY
-from benchmarks.findings.figures import accuracy, controlled, highest, level
+from benchmarks.findings.figures import accuracy, by_seed, controlled, highest, level
 from benchmarks.findings.rows import Row
-from benchmarks.findings.trial import CONFIG, SIZE, Study
+from benchmarks.findings.trial import CONFIG, NOISE_PCT, SIZE, Study
 from benchmarks.grid.statistics import interval
 from benchmarks.grid.trials import Trial
 
@@ -79,7 +80,12 @@ OF_THE_END = (
     "sampler_start_k1_nats",
     "sampler_start_k3_nats",
 )
-DRAWN = ("reward_mean", *OF_THE_END)
+SYMPTOMS = ("entropy_nats", "response_tokens_mean")
+K1 = "prox_k1_nats"
+"""log p0 - log p on the sampler's tokens, the k1 of TIS Fig. 5. log o - log p0, whose mean
+estimates KL(o || p0), is never below 0 in expectation."""
+DRAWN = ("reward_mean", K1, *OF_THE_END)
+EARLIER_UPDATES = 240
 BLOCK = 12  # updates that a point of a drawn curve averages
 
 
@@ -108,11 +114,16 @@ def said(rows: list[Row]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     exact = _of(rows, "exact", "none")
     for sampler in SAMPLERS:
-        plain = _of(rows, sampler, "none")
+        plain, truncated = _of(rows, sampler, "none"), _of(rows, sampler, "tis_2")
         for name in SEEDS[sampler]:
             mine = _of(rows, sampler, name)
             if mine:
-                less = {"less_exact_pct": _less(mine, exact), "less_none_pct": _less(mine, plain)}
+                less = {
+                    "less_exact_pct": _less(mine, exact),
+                    "less_none_pct": _less(mine, plain),
+                    "less_tis_2_pct": _less(mine, truncated),
+                    "less_exact": {curve: _curve_less(mine, exact, curve) for curve in SYMPTOMS},
+                }
                 found.setdefault(sampler, {})[name] = _figures(mine) | less
     wrong, right = (
         {row["seed"]: row for row in _of(rows, "exact", name)} for name in (CONTROL, "none")
@@ -138,7 +149,7 @@ def _less(rows: list[Row], others: list[Row]) -> dict[str, Any]:
         for row in rows
         if row["summary"].get(KEY) is not None and other.get(row["seed"]) is not None
     ]
-    return interval(differences)
+    return interval(differences, NOISE_PCT)
 
 
 def _figures(rows: list[Row]) -> dict[str, Any]:
@@ -146,9 +157,10 @@ def _figures(rows: list[Row]) -> dict[str, Any]:
         "seeds": [row["seed"] for row in rows],
         "diverged": sum(row["status"] == "diverged" for row in rows),
         "collapsed": sum(accuracy(row) < COLLAPSED_PCT for row in rows),
-        "accuracy_after_pct": interval([accuracy(row) for row in rows]),
-        KEY: interval([row["summary"].get(KEY) for row in rows]),
+        "accuracy_after_pct": interval([accuracy(row) for row in rows], NOISE_PCT),
+        KEY: interval([row["summary"].get(KEY) for row in rows], NOISE_PCT),
         "k1_negative_share": interval([_negative_share(row) for row in rows]),
+        "k1_nats": interval([_mean(row, K1) for row in rows]),
         "importance_variance_largest": [highest(row, "importance_variance") for row in rows],
         "truncated_fraction_mean": interval([level(row, "truncated_fraction") for row in rows]),
         "of_the_last_updates": {
@@ -161,18 +173,43 @@ def _figures(rows: list[Row]) -> dict[str, Any]:
 def by_block(rows: list[Row], curve: str) -> list[float | None]:
     """A curve's means over BLOCK updates and all seeds; null where no row has a value."""
     found: list[float | None] = []
-    for start in range(0, max(len(row["curves"][curve]) for row in rows), BLOCK):
-        each = [value for row in rows for value in row["curves"][curve][start : start + BLOCK]]
+    for start in range(0, max(row["updates"] for row in rows), BLOCK):
+        each = [v for row in rows for v in row["curves"].get(curve, ())[start : start + BLOCK]]
         known = [value for value in each if value is not None]
         found.append(statistics.fmean(known) if known else None)
     return found
 
 
-def _negative_share(row: Row) -> float | None:
-    """Share of updates at which log p0 - log p of the sampled tokens is below 0 on average.
+def _curve_less(rows: list[Row], others: list[Row], curve: str) -> dict[str, Any]:
+    """The level of a curve over the last updates less that of other runs, by seed."""
+    one, other = ({row["seed"]: row for row in each} for each in (rows, others))
+    return interval(by_seed(one, other, curve))
 
-    Null where that was not recorded. It is the paper's k1; log o - log p0, whose mean estimates
-    KL(o || p0), is never below 0 in expectation.
-    """
-    known = [value for value in row["curves"].get("prox_k1_nats", ()) if value is not None]
+
+def _negative_share(row: Row) -> float | None:
+    """Share of updates at which the paper's k1 is below 0; null where it was not recorded."""
+    known = _known(row, K1)
     return sum(value < 0 for value in known) / len(known) if known else None
+
+
+def _mean(row: Row, curve: str) -> float | None:
+    known = _known(row, curve)
+    return statistics.fmean(known) if known else None
+
+
+def _known(row: Row, curve: str) -> list[float]:
+    return [value for value in row["curves"].get(curve, ()) if value is not None]
+
+
+def earlier(rows: Iterable[Row]) -> dict[str, Any]:
+    """The runs of EARLIER_UPDATES: by sampler and correction, (seed, accuracy of the servers).
+
+    The study was begun with so many, and judged by what the servers answer.
+    """
+    found: dict[str, dict[str, list[Any]]] = {}
+    for row in rows:
+        sampler = row["setting"].removeprefix("sampler_")
+        if sampler in SAMPLERS and row["updates"] == EARLIER_UPDATES:
+            runs = found.setdefault(sampler, {}).setdefault(row["method"], [])
+            runs.append({"seed": row["seed"], "accuracy_after_pct": accuracy(row)})
+    return {"updates": EARLIER_UPDATES, "by_sampler": found}

@@ -87,14 +87,19 @@ def finished(trials: Sequence[Trial], path: Path, *, clean: bool = False) -> dic
 
     clean: rows of a tree that differed from its commit do not count.
     """
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    every = map(json.loads, lines)
+    every = recorded(path)
     found: Mapping[str, Row] = {row["name"]: row for row in every if not (clean and is_dirty(row))}
     return {
         trial.name: found[trial.name]
         for trial in trials
         if trial.name in found and found[trial.name]["fingerprint"] == trial.fingerprint
     }
+
+
+def recorded(path: Path) -> list[Row]:
+    """Every row, oldest first."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def is_dirty(row: Row) -> bool:

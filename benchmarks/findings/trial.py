@@ -6,12 +6,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.findings.estimators import Overrides
+from benchmarks.grid.statistics import noise_pct
 from benchmarks.grid.trials import Trial
 
 CONFIG = Path("examples/wordy/wordy.yaml")
 LR = "learner.optimizer.lr"
 # at which both 1 and 64 draws learn, and lose 14 and 9 points by a staleness of 64 (the pilot)
 CHOSEN_LR = "5.0e-5"
+# an accuracy is of 256 problems with two answers each (the file's `evaluation`)
+NOISE_PCT = noise_pct(512)
+"""What one accuracy is uncertain by; no interval of accuracies is narrower."""
 SIZE: Overrides = {
     "run.max_steps": "96",
     "evaluation.before": "false",

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.findings.estimators import ESTIMATORS, Overrides, mc
 from benchmarks.findings.figures import accuracy, controlled
 from benchmarks.findings.rows import Row
-from benchmarks.findings.trial import CHOSEN_LR, CONFIG, LR, SIZE, Study
+from benchmarks.findings.trial import CHOSEN_LR, CONFIG, LR, NOISE_PCT, SIZE, Study
 from benchmarks.grid.statistics import interval
 from benchmarks.grid.trials import Trial
 
@@ -94,9 +94,9 @@ def _figures(rows: Mapping[int, Row], strict: Mapping[int, Row]) -> dict[str, An
             key: interval([row["summary"][key] for row in rows.values()])
             for key in ("overlap", "staleness_mean_versions")
         },
-        "accuracy_after_pct": interval([accuracy(row) for row in rows.values()]),
+        "accuracy_after_pct": interval([accuracy(row) for row in rows.values()], NOISE_PCT),
         "accuracy_less_sync_pct": interval(
-            [accuracy(row) - accuracy(other) for row, other in paired]
+            [accuracy(row) - accuracy(other) for row, other in paired], NOISE_PCT
         ),
         "seconds_to_pct": {
             f"{target:g}": interval([seconds_to(row, target) for row in rows.values()])
