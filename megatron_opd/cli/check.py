@@ -22,6 +22,7 @@ from megatron_opd.cli.run_dir import check_place
 from megatron_opd.cli.schedule_words import in_verls_words, open_in_words, schedule_in_words
 from megatron_opd.cli.sync_tables import sync_tables
 from megatron_opd.cli.weights import check_finite, has_weights
+from megatron_opd.config.defaults import said
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.schema import Config
 from megatron_opd.config.site_bounds import is_open, permits, slots_by_site, staleness_bound
@@ -62,6 +63,7 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
         ),
         *schedule_rows(config),
         *formula(config.estimator),
+        *said(config),
         (
             "learner",
             f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {parallel.dp} = "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.first_update import settings_of
+from megatron_opd.config.defaults import bounds
 from megatron_opd.config.objectives import Grpo, Ppo
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
@@ -16,7 +17,7 @@ from sglang_bridge.protocol import ServerInfo
 def notes(config: Config) -> list[str]:
     """Return one line for each such setting."""
     found = (
-        _trust(config),
+        bounds(config),
         _ppo_is(config),
         _teacher(config),
         _overlap(config),
@@ -60,17 +61,6 @@ def _allowed(config: Config, found: list[str]) -> list[str]:
             f"weight_sync.match=require needs a learner and servers of one layout, got {found[0]}"
         )
     return [f"wider gap between learner and sampler: {line}" for line in found]
-
-
-def _trust(config: Config) -> str | None:
-    estimator = config.estimator
-    bounded = any(objective.trust_region.bounds for objective in estimator.objectives)
-    if bounded and estimator.applied_correction.prox and config.learner.num_mini_batches == 1:
-        return (
-            "objective.trust has no effect: with correction.prox and learner.num_mini_batches 1 "
-            "the ratio it bounds is always 1; use more mini-batches, or trust.type none"
-        )
-    return None
 
 
 def _ppo_is(config: Config) -> str | None:

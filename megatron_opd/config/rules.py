@@ -17,7 +17,8 @@ from megatron_opd.config.tree import ConfigTree
 from sglang_bridge.listening import EVERY_ADDRESS
 
 
-def _estimator(config: ConfigTree) -> str | None:
+def estimator_problem(config: ConfigTree) -> str | None:
+    """Return why the parts of the estimator do not go together; None: they do."""
     try:
         _ = config.estimator
     except ValueError as error:
@@ -467,7 +468,6 @@ def _health(config: ConfigTree) -> str | None:
 
 
 RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
-    _estimator,
     _shares,
     _interleaved,
     _teachers,

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from pydantic import model_validator
+from pydantic import ModelWrapValidatorHandler, model_validator
 
+from megatron_opd.config.defaults import left_out
 from megatron_opd.config.estimator import with_natural_parts
-from megatron_opd.config.rules import RULES
+from megatron_opd.config.rules import RULES, estimator_problem
 from megatron_opd.config.tree import ConfigTree
 
 REQUIRE_BATCHES = "require_batches"
@@ -46,6 +47,22 @@ class Config(ConfigTree):
         learner = {**learner, "num_mini_batches": others.pop(REQUIRE_BATCHES)}
         return {**found, "schedule": others, "learner": learner}
 
+    @model_validator(mode="wrap")
+    @classmethod
+    def _name_what_is_left_out(
+        cls, tree: Any, handler: ModelWrapValidatorHandler[Config]
+    ) -> Config:
+        """Fill in what follows from several sections, so that config.resolved.yaml names it.
+
+        ValueError: the parts of the estimator do not go together.
+        """
+        config = handler(tree)
+        broken = estimator_problem(config)
+        if broken is not None:
+            raise ValueError(broken)
+        chosen = left_out(config)
+        return handler(with_values(tree, chosen)) if chosen else config
+
     @model_validator(mode="after")
     def _rules_across_sections(self) -> Config:
         for rule in RULES:
@@ -53,3 +70,12 @@ class Config(ConfigTree):
             if broken is not None:
                 raise ValueError(broken)
         return self
+
+
+def with_values(tree: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Return a tree with other values at dotted keys."""
+    found = dict(cast(dict[str, Any], tree))
+    for key, value in values.items():
+        section, _, rest = key.partition(".")
+        found[section] = with_values(found.get(section) or {}, {rest: value}) if rest else value
+    return found

@@ -91,8 +91,10 @@ class ConfigTree(Section):
     objective: ObjectiveConfig = ReverseKl()
     """The loss that the learner minimises; its `type` names the formula."""
     correction: CorrectionConfig | None = None
-    """Correction for samples from older weights. Null: the importance ratio wherever the objective
-    has one."""
+    """Correction for the gap between learner and sampler. Null: truncated at 2 with prox where the
+    run learns from rewards, where the sampler's weights are quantised or rounded, and for a mixture
+    of experts in bfloat16; otherwise, and with gepo, the whole ratio (importance). `opd check` says
+    which and why."""
     reduction: ReductionConfig = TokenReduction()
     """Weighting of tokens and samples in the loss. Left out: sequence_mean for gspo and
     gepo (as published) and for mixtures of only these, token_mean for all others."""
