@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import statistics
 import threading
 from collections import Counter
 from contextlib import contextmanager
@@ -14,16 +15,26 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.findings import measure, quantised, wall_clock
 from benchmarks.findings import pool as pool_module
-from benchmarks.findings import quantised, wall_clock
 from benchmarks.findings import rows as rows_module
 from benchmarks.findings.again import chosen, made_again
 from benchmarks.findings.estimators import ESTIMATORS
-from benchmarks.findings.figures import of_study, paired, seeds_needed, slope, slopes, table
+from benchmarks.findings.figures import (
+    by_chance,
+    of_study,
+    paired,
+    seeds_needed,
+    slope,
+    slope_noise,
+    slopes,
+    table,
+)
 from benchmarks.findings.pool import run_missing
 from benchmarks.findings.servers import Pair
 from benchmarks.findings.studies import FIRST, SEEDS, STALENESS, SWEEPS, at, in_turn, studies
-from benchmarks.findings.trial import Study
+from benchmarks.findings.trial import NOISE_PCT, Study
+from benchmarks.grid.statistics import interval, noise_pct
 from benchmarks.grid.trials import RESULTS, Trial
 from megatron_opd.batching.advantages import columns_of
 from megatron_opd.config.estimator import Estimator
@@ -45,6 +56,7 @@ def row(method: str, k: int, seed: int, accuracy: float | None, **curves: list[f
         "method": method,
         "seed": seed,
         "status": "diverged" if accuracy is None else "finished",
+        "updates": 2,
         "summary": summary,
         "curves": made,
     }
@@ -142,7 +154,31 @@ def test_differences_are_paired_by_seed():
     one = {seed: row("a", 0, seed, 50.0 + 10 * seed) for seed in (1, 2, 3)}
     other = {seed: row("b", 0, seed, 48.0 + 10 * seed) for seed in (2, 3, 4)}
     found = paired(one, other)
-    assert found == {"mean": 2.0, "half_width_95": 0.0, "n": 2, "seeds_for_3_points": 0}
+    assert found == {"mean": 2.0, "half_width_95": NOISE_PCT, "n": 2, "seeds_for_3_points": 0}
+
+
+def test_no_interval_is_narrower_than_what_an_evaluation_is_uncertain_by():
+    assert noise_pct(512) == pytest.approx(2.2097, abs=1e-4)
+    assert interval([80.0, 80.0], NOISE_PCT)["half_width_95"] == NOISE_PCT
+    assert interval([70.0, 90.0], NOISE_PCT)["half_width_95"] == pytest.approx(127.06)
+    assert interval([80.0], NOISE_PCT)["half_width_95"] is None
+    # a slope through accuracies that are wrong by NOISE_PCT at random
+    drawn, ks = random.Random(2), (0, 8, 64)
+    noisy = [slope({k: drawn.gauss(80.0, NOISE_PCT) for k in ks}) or 0.0 for _ in range(4000)]
+    assert statistics.stdev(noisy) == pytest.approx(slope_noise(ks), rel=0.05)
+    assert slope_noise((0, 64)) == 0.0
+
+
+def test_how_many_differences_would_leave_0_out_by_chance():
+    found = {"mean": 2.0, "half_width_95": 1.0, "n": 3}
+    said = {
+        "differences": {"a - b": {"by_staleness": {"0": found, "8": found | {"mean": 0.5}}}},
+        "accuracy_after_pct": found,
+        "less_exact_pct": found | {"mean": -3.0},
+        "less_none_pct": found | {"half_width_95": None},
+    }
+    expected = {"compared": 3, "leave_0_out": 2, "expected_by_chance": pytest.approx(0.15)}
+    assert by_chance({"one": said}) == expected
 
 
 def test_the_seeds_that_a_difference_needs():
@@ -405,13 +441,8 @@ def test_the_tables_show_means_intervals_and_what_was_not_run():
     rows = [row("theta", k, seed, 80.0 + 2 * seed - k) for k in (0, 8) for seed in (1, 2)]
     rows += [row("mc64", 8, seed, 75.0 + seed) for seed in (1, 2)]
     rows += [row("flipped", 0, 1, 1.0)]
-    page = "".join(
-        f"text\n<!-- {name} -->\nold\n<!-- end {name} -->\n" for name in findings_table.TABLES
-    )
-    found = findings_table.filled(page, record_of(rows))
-    assert "old" not in found
-    assert found.count("text\n") == len(findings_table.TABLES)
-    assert findings_table.filled(found, record_of(rows)) == found
+    record = record_of(rows)
+    found = "\n".join(line for of in findings_table.TABLES.values() for line in of(record))
     lines = found.splitlines()
     assert "| 5e-5 | 50.0 | 50.0 | 50.0 | 50.0 |" in lines
     assert "| `mc64` | - | 76.5 ± 6.4 | - | 2.00 ± 0.00 | 3 | 2 |" in lines
@@ -420,16 +451,14 @@ def test_the_tables_show_means_intervals_and_what_was_not_run():
     assert "| draws | `mc64 - theta` | +1.5 ± 6.4 | - | 1 |" in lines
     assert any(line.startswith("| exact | `none` | 1 | - | - | - | 60.0 | 0 |") for line in lines)
     assert any(
-        line.endswith("| 84.0 ± 0.0 | - | 15 ± 0 | 29 (1 of 2) | - (0 of 2) |") for line in lines
+        line.endswith("| 84.0 ± 2.2 | - | 15 ± 0 | 29 (1 of 2) | - (0 of 2) |") for line in lines
     ), lines
-    with pytest.raises(ValueError, match="no place for table sweep"):
-        findings_table.filled(page.replace("<!-- sweep -->", ""), record_of(rows))
 
 
-def test_the_tables_of_the_page_are_those_of_the_record():
-    page = (ROOT / "docs/findings.md").read_text(encoding="utf-8")
-    record = json.loads((ROOT / "benchmarks/results/findings.json").read_text(encoding="utf-8"))
-    assert findings_table.filled(page, record["studies"]) == page
+def test_the_record_is_what_its_rows_say():
+    record = json.loads((RESULTS / "findings.json").read_text(encoding="utf-8"))
+    said = json.loads(json.dumps(measure(["--budget-s", "0"])))
+    assert {key: record[key] for key in said} == said
 
 
 @pytest.mark.parametrize("study", [quantised.study(), wall_clock.study()], ids=lambda s: s.name)
@@ -460,6 +489,7 @@ def test_a_collapse_and_the_sign_of_k1_are_counted():
         of_setting("sampler_exact", "none", 1, 60.0),
         of_setting("sampler_exact", "flipped", 1, 0.0),
     ]
+    rows[0]["curves"]["prox_k1_nats"] = [1.0, 3.0]
     rows[1]["curves"]["prox_k1_nats"] = [-1.0, 2.0, -0.5, None]
     del rows[2]["curves"]["prox_k1_nats"]  # as rows of before it was kept
     said = quantised.said(rows)
