@@ -130,6 +130,7 @@ def said(rows: list[Row]) -> dict[str, Any]:
     )
     return {
         "updates": UPDATES,
+        "collapsed_pct": COLLAPSED_PCT,
         "block": BLOCK,
         "by_sampler": found,
         "control": controlled(CONTROL, wrong, right),
