@@ -1,6 +1,5 @@
 """Draw the curves of a grid of runs: a row per setting, a column per figure, a line per method.
 
-    python tools/plot_grid.py benchmarks/results/mismatch.json docs/mismatch.png
     python tools/plot_grid.py benchmarks/results/staleness.json docs/staleness.png
 
 Lines are means over seeds, each smoothed over a few updates; bands their 95% intervals, cut at the
@@ -22,13 +21,6 @@ mpl.use("Agg")
 import matplotlib.pyplot as plt
 
 COLUMNS = {  # by benchmark: curve -> (title, logarithmic)
-    "mismatch": {
-        "reward_mean": ("reward of rollouts", False),
-        "sampler_k1_nats": ("KL sampler-learner (k1), nats", False),
-        "correction_variance": ("variance of the correction", True),
-        "trust_ratio_variance": ("variance of the trust ratio", True),
-        "response_tokens_mean": ("response length, tokens", False),
-    },
     "staleness": {
         "reward_mean": ("reward of rollouts", False),
         "importance_variance": ("variance of the importance weight", True),

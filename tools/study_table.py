@@ -1,6 +1,5 @@
 """Print a grid of runs as a markdown table: means over seeds with 95% intervals.
 
-python tools/study_table.py benchmarks/results/mismatch.json
 python tools/study_table.py benchmarks/results/staleness.json importance_variance_over_run
 """
 

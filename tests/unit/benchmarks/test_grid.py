@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks import delays_study, mismatch, objectives, routing, schedules, staleness
+from benchmarks import delays_study, routing, schedules, staleness
 from benchmarks.grid import study as study_module
 from benchmarks.grid import trials as trials_module
 from benchmarks.grid.statistics import aggregated, interval
@@ -55,9 +55,7 @@ def trial(seed: int, method: str = "m") -> Trial:
     return Trial("s", method, seed, Path("x.yaml"), {"a.b": "1"})
 
 
-@pytest.mark.parametrize(
-    "study", [mismatch, objectives, staleness, delays_study, routing, schedules]
-)
+@pytest.mark.parametrize("study", [staleness, delays_study, routing, schedules])
 def test_every_trial_of_a_study_is_a_valid_run(study, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     trials = study.trials()
@@ -101,7 +99,7 @@ def test_a_row_of_other_losses_or_configuration_is_made_again(
     assert calls == ["s-m-1"] * 3, "other behaviour is another run"
 
 
-@pytest.mark.parametrize("study", [mismatch, staleness, delays_study])
+@pytest.mark.parametrize("study", [staleness, delays_study])
 def test_a_study_is_run_in_parts_and_always_says_what_is_missing(tmp_path: Path, study):
     calls: list[str] = []
     paths = {"out": tmp_path / "out", "rows": tmp_path / "rows.jsonl"}
@@ -216,25 +214,6 @@ def test_the_best_accuracy_of_a_run_is_that_of_its_best_evaluation(tmp_path: Pat
     assert best_accuracy({"evaluation_sets": sets}) == 71.5
     assert best_accuracy({"evaluation_sets": {"heldout": {"best": None}}}) is None
     assert best_accuracy({}) is None
-
-
-def test_every_correction_has_its_control_on_the_exact_sampler(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(ROOT)
-    trials = mismatch.trials()
-    assert len(trials) <= 36
-    samplers = {
-        sampler: {each.method for each in trials if each.setting == sampler}
-        for sampler in ("exact", "fp8", "int8")
-    }
-    assert samplers["exact"] == samplers["fp8"] == set(mismatch.METHODS) > samplers["int8"]
-    caps = set()
-    for each in trials:
-        parts = configured(each)
-        assert parts["schedule"]["max_staleness"] == 0
-        if parts["correction"]["type"] == "truncated":
-            caps.add(parts["correction"]["max_ratio"])
-    assert caps == {2.0, 8.0}
-    assert {each.seed for each in trials} == {1, 2, 3}
 
 
 def test_a_run_that_diverged_is_a_result_and_any_other_failure_is_not(tmp_path: Path):
