@@ -26,6 +26,7 @@ NAVIGATION = {
         "rewards",
         "estimators",
         "findings",
+        "caches",
         "data",
         "verifiers",
         "extending",

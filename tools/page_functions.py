@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tools import findings_table
+from tools import caches_table, findings_table
 
 Records = Callable[[str], Any]
 
@@ -39,5 +39,6 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "less": less,
     "verl": verl,
     **{name: of_findings(function) for name, function in findings_table.FIGURES.items()},
+    **caches_table.FUNCTIONS,
 }
 """By name; each is given the records first."""
