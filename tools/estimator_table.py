@@ -55,6 +55,11 @@ def bias_text(bias: float) -> str:
     return "0" if bias < 1e-12 else f"{bias:.2g}"
 
 
+def rounding(bias: float) -> str:
+    """A bias, or where only rounding is left what it stays below."""
+    return power(bias) if bias < 1e-12 else f"{bias:.2g}"
+
+
 def cell(text: str) -> str:
     """Text inside a table."""
     return text.replace("|", "\\|")
@@ -171,7 +176,8 @@ def penalty_section(record: dict[str, Any]) -> list[str]:
         tuple(kl.values()): bias
         for kl, bias in zip(measured.PENALTIES, record["penalty_bias"], strict=True)
     }
-    choices = itertools.product(("teacher", "sampler"), ("reverse", "forward"), ("k1", "k2", "k3"))
+    kinds = ("k1", "k2", "k3", "k3_unweighted")
+    choices = itertools.product(("teacher", "sampler"), ("reverse", "forward"), kinds)
     for to, direction, kind in choices:
         tree = {"coefficient": 1, "to": to, "direction": direction, "estimator": kind}
         cells = [f"`{to}`", f"`{direction}`", f"`{kind}`"]
@@ -183,7 +189,7 @@ def penalty_section(record: dict[str, Any]) -> list[str]:
             continue
         bias = biases[to, direction, kind]
         cells += [f"`{kl.text().removeprefix('1 ')}`", cell(kl.estimates())]
-        cells += [power(bias["value"]), power(bias["gradient"])]
+        cells += [rounding(bias["value"]), rounding(bias["gradient"])]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 

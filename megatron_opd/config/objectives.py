@@ -304,7 +304,7 @@ class RewardObjective(Objective):
             found.append("the mean holds the response itself: (G - 1) / G of the gradient")
         if self.advantage in ("group_std", "group_std_population"):
             found.append("groups are weighed by 1 / standard deviation")
-        return found
+        return found + ([] if self.kl is None else self.kl.bias())
 
     def token_bias(self, use: Use) -> list[str]:
         """Lists what correcting by tokens leaves out."""

@@ -1,4 +1,4 @@
-"""Estimates KL penalties on the sampled tokens, each unbiased in value and gradient, or absent.
+"""Estimates KL penalties on the sampled tokens, unbiased in value and gradient unless named so.
 
 The tokens a come from the sampler o at the prefixes that it visited, never from the student p. With
 reference f, x = log p(a) - log f(a), rho = p(a) / o(a), g = grad log p(a), and E over a ~ o:
@@ -17,6 +17,10 @@ Without rho, on tokens of o: the gradient of k1 is -grad KL(o || p), so that des
 drives p away; that of k3 is (1 - exp(-x)) g, -147 g where log p = -6 and log o = -1 (forward k3:
 -0.99 g). x^2 / 2 has no place in the forward direction: E[x g] is no divergence's gradient.
 
+k3_unweighted is that k3, for comparisons: TRL's and verl's penalty (verl cuts values at 10), and
+CPPO-KL in the code of GEPO's authors. It has the value and the gradient of chi^2(o || p) -
+KL(o || p) where f = o, and on policy with f = q the gradient E_p[(1 - q / p) g] = grad KL(q || p).
+
 A token to which the reference gives no probability is left out: KL(p || f) is infinite there.
 Axis n: sampled tokens; all float64.
 """
@@ -27,7 +31,7 @@ from collections.abc import Callable
 
 import torch
 
-from megatron_opd.config.penalty import KlDirection, KlPenalty
+from megatron_opd.config.penalty import UNWEIGHTED, KlDirection, KlPenalty
 from megatron_opd.losses.cache import Actions
 from megatron_opd.losses.corrections import LARGEST_LOG_FACTOR
 from megatron_opd.losses.divergences import floored
@@ -66,10 +70,17 @@ def forward_k3(x_n: torch.Tensor, log_rho_n: torch.Tensor) -> Estimate:
     return slope_n + bounded_n.exp() * (x_n - bounded_n) - x_n, slope_n
 
 
+def unweighted_k3(x_n: torch.Tensor, log_rho_n: torch.Tensor) -> Estimate:
+    """Return exp(-x) - 1 + x >= 0; nothing bounds a token's pull but the cut of forward_k3."""
+    value_n, slope_n = forward_k3(-x_n, log_rho_n)
+    return value_n, -slope_n
+
+
 ESTIMATES: dict[tuple[KlDirection, str], Callable[[torch.Tensor, torch.Tensor], Estimate]] = {
     ("reverse", "k1"): reverse_k1,
     ("reverse", "k2"): reverse_k3,
     ("reverse", "k3"): reverse_k3,
+    ("reverse", UNWEIGHTED): unweighted_k3,
     ("forward", "k1"): forward_k1,
     ("forward", "k3"): forward_k3,
 }

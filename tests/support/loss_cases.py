@@ -186,6 +186,7 @@ PENALTIES: list[dict[str, Any]] = [
     {"kl": {"coefficient": 0.3, "to": "sampler"}},
     {"kl": {"coefficient": 0.3, "to": "sampler", "estimator": "k1"}},
     {"kl": {"coefficient": 0.3, "to": "sampler", "direction": "reverse", "estimator": "k1"}},
+    {"kl": {"coefficient": 0.3, "to": "sampler", "estimator": "k3_unweighted"}},
 ]
 OBJECTIVES: list[dict[str, Any]] = [
     *(

@@ -133,7 +133,7 @@ def policy_gradient(case: Problem, reward: Callable[[tuple[int, ...]], float]) -
 
 PENALTY_COEFFICIENT = 0.7
 # every (reference, direction, estimator) that config accepts; null directions are the defaults
-PENALTIES: list[dict[str, Any]] = [
+UNBIASED: list[dict[str, Any]] = [
     *(
         {"to": to, "direction": "reverse", "estimator": kind}
         for to in ("teacher", "sampler")
@@ -141,6 +141,11 @@ PENALTIES: list[dict[str, Any]] = [
     ),
     *({"to": "sampler", "direction": "forward", "estimator": kind} for kind in ("k1", "k3")),
 ]
+UNWEIGHTED: list[dict[str, Any]] = [
+    {"to": to, "direction": "reverse", "estimator": "k3_unweighted"}
+    for to in ("teacher", "sampler")
+]
+PENALTIES = [*UNBIASED, *UNWEIGHTED]
 
 
 def penalised(kl: dict[str, Any], **changes: Any) -> Estimator:

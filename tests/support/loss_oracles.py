@@ -328,6 +328,9 @@ class Oracle:
 
     def _penalty(self, kl: Any, p: torch.Tensor, f: torch.Tensor, rho: torch.Tensor) -> Pair:
         """Differentiated as they stand, but for k2, whose value is k3's. f: the reference."""
+        if kl.estimator == "k3_unweighted":
+            k3 = f / p - 1 + torch.log(p / f)
+            return k3, k3
         direction = kl.direction or {"teacher": "reverse", "sampler": "forward"}[kl.to]
         if direction == "forward":
             k1, k3 = torch.log(f / p), p / f - 1 - torch.log(p / f)

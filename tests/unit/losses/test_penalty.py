@@ -1,6 +1,7 @@
 """KL penalties off policy: by enumeration, with student, sampler and teacher all different."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,15 @@ import torch
 
 from megatron_opd.config.load import ConfigError, load_config
 from megatron_opd.config.schema import Config
+from megatron_opd.losses.biases import bias_of
 from megatron_opd.losses.objective import evaluate
 from tests.support.figures import bounded
 from tests.support.loss_cases import Problem, estimator, ungrouped_cache
 from tests.support.loss_expectations import (
     PENALTIES,
     PENALTY_COEFFICIENT,
+    UNBIASED,
+    UNWEIGHTED,
     exact_penalty,
     expectation,
     outcomes,
@@ -24,8 +28,8 @@ from tests.support.loss_expectations import (
 )
 
 COEFFICIENT = PENALTY_COEFFICIENT
-REVERSE = [kl for kl in PENALTIES if kl.get("direction") == "reverse"]
-FORWARD = [kl for kl in PENALTIES if kl not in REVERSE]
+REVERSE = [kl for kl in UNBIASED if kl.get("direction") == "reverse"]
+FORWARD = [kl for kl in UNBIASED if kl not in REVERSE]
 CORRECTIONS: list[dict[str, Any] | None] = [
     None,
     {"type": "none"},
@@ -35,8 +39,8 @@ LARGEST = math.exp(math.log(torch.finfo(torch.float32).max) / 2)
 
 
 @pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
-@pytest.mark.parametrize("kl", PENALTIES, ids=str)
-def test_every_penalty_is_unbiased_in_value_and_gradient_off_policy(
+@pytest.mark.parametrize("kl", UNBIASED, ids=str)
+def test_every_penalty_but_the_unweighted_is_unbiased_in_value_and_gradient_off_policy(
     kl: dict[str, Any], correction: dict[str, Any] | None
 ):
     """Tokens of o, whatever the correction of the rewards' ratio is."""
@@ -76,6 +80,47 @@ def test_the_proof_sees_what_unweighed_penalties_do():
                 assert float((found - gradient).abs().max()) > 1e-3
         away = expected(case, lambda p, f=case.sampler_TV[0]: p - f)[1]
         torch.testing.assert_close(away, -exact_penalty(FORWARD[0], case)[1])
+
+
+@pytest.mark.parametrize("correction", CORRECTIONS, ids=str)
+@pytest.mark.parametrize("kl", UNWEIGHTED, ids=str)
+def test_the_unweighted_penalty_is_trls_expression_and_as_biased_as_it_says(
+    kl: dict[str, Any], correction: dict[str, Any] | None
+):
+    """The expression of TRL, verl and GEPO's code, differentiated as it stands."""
+    est = penalised(kl, correction=correction)
+    for seed in range(3):
+        case = unrewarded(seed)
+        log_f = (case.teacher_TV if kl["to"] == "teacher" else case.sampler_TV)[0]
+        published, slope = expected(case, lambda p, f=log_f: (f - p).exp() - (f - p) - 1)
+        value, gradient = expectation(est, case)
+        assert value / COEFFICIENT == pytest.approx(published, abs=1e-12)
+        torch.testing.assert_close(gradient / COEFFICIENT, slope, rtol=0, atol=1e-12)
+        exact_value, exact_slope = exact_penalty(kl, case)
+        assert abs(published - exact_value) > 1e-3
+        assert float((slope - exact_slope).abs().max()) > 1e-3
+
+
+def test_what_the_unweighted_penalty_is_said_to_be_it_is():
+    """To the sampler chi^2(o || p) - KL(o || p); to the teacher on policy grad KL(q || p)."""
+    teacher, sampler = UNWEIGHTED
+    for seed in range(3):
+        case = unrewarded(seed)
+        leaf, o = case.student_TV.clone().requires_grad_(), case.sampler_TV[0].exp()
+        log_p = torch.log_softmax(leaf[0], 0)
+        chi = (o**2 / log_p.exp()).sum() - 1 - (o * (o.log() - log_p)).sum()
+        value, gradient = expectation(penalised(sampler), case)
+        assert value / COEFFICIENT == pytest.approx(float(chi.detach()), abs=1e-12)
+        (slope,) = torch.autograd.grad(chi, leaf)
+        torch.testing.assert_close(gradient / COEFFICIENT, slope, rtol=0, atol=1e-12)
+
+        fresh = replace(case, sampler_TV=torch.log_softmax(case.student_TV, -1))
+        value, gradient = expectation(penalised(teacher), fresh)
+        assert value / COEFFICIENT == pytest.approx(exact_penalty(teacher, fresh)[0], abs=1e-12)
+        leaf, q = case.student_TV.clone().requires_grad_(), case.teacher_TV[0].exp()
+        cross = -(q * torch.log_softmax(leaf[0], 0)).sum()
+        (slope,) = torch.autograd.grad(cross, leaf)
+        torch.testing.assert_close(gradient / COEFFICIENT, slope, rtol=0, atol=1e-12)
 
 
 def test_k2_is_k3_and_only_k1_is_noisy_at_the_goal():
@@ -141,19 +186,20 @@ def test_penalties_far_from_the_reference_are_finite_and_exact_where_floats_reac
         assert abs(float(gradient_N[0])) <= LARGEST * (1 + 1e-6)
         log_f = log_q if kl["to"] == "teacher" else log_o
         x, log_rho = max(log_p, -300.0) - log_f, max(log_p, -300.0) - log_o
-        if max(log_rho, log_f - log_o) > 44:
+        if kl in UNBIASED and max(log_rho, log_f - log_o) > 44:
             continue  # cut: such a token is sampled once in 1e19
-        rho = math.exp(log_rho)
+        rho = math.exp(min(log_rho, 700.0))
         slope = {"k1": rho * (x + 1), "k2": rho * x, "k3": rho * x}
         if kl in FORWARD:
             slope = {"k1": -1.0, "k3": math.expm1(x)}
+        slope["k3_unweighted"] = -math.expm1(-x) if -x <= 44 else -LARGEST
         exact = slope[kl["estimator"]]
         assert float(gradient_N[0]) == pytest.approx(exact, rel=1e-3, abs=1e-30)
         assert value >= 0 or kl["estimator"] == "k1"
 
 
 def test_a_token_that_the_reference_forbids_leaves_the_penalty():
-    for kind in ("k1", "k2", "k3"):
+    for kind in ("k1", "k2", "k3", "k3_unweighted"):
         value, gradient_N = single(
             -1.0, -2.0, -math.inf, torch.float64, {"to": "teacher", "estimator": kind}
         )
@@ -170,6 +216,10 @@ REFUSED = [
     (
         {"to": "sampler", "estimator": "k2"},
         ["estimator k2", "direction reverse", "use estimator k3"],
+    ),
+    (
+        {"to": "sampler", "direction": "forward", "estimator": "k3_unweighted"},
+        ["estimator k3_unweighted", "direction reverse", "use estimator k3"],
     ),
 ]
 
@@ -195,8 +245,13 @@ def test_penalties_without_a_sound_estimator_are_refused_in_one_line(
 
 def test_what_is_estimated_is_said():
     for kl in PENALTIES:
-        objective: Any = penalised(kl).objective
+        est = penalised(kl)
+        objective: Any = est.objective
         said = objective.kl.estimates()
+        assert ("penalty" in bias_of(objective, est)) == (kl in UNWEIGHTED)
+        if kl in UNWEIGHTED:
+            assert re.search(r"\bbiased", said)
+            continue
         reference = "q" if kl["to"] == "teacher" else "o"
         assert said.startswith("KL(o || p)" if kl in FORWARD else f"KL(p || {reference})")
         assert "value and gradient unbiased" in said
