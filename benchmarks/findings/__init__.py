@@ -26,10 +26,10 @@ from benchmarks.findings.again import chosen as chosen_of
 from benchmarks.findings.again import made_again
 from benchmarks.findings.figures import by_chance, of_study, table
 from benchmarks.findings.pool import run_missing
-from benchmarks.findings.rows import Row, finished, is_dirty, recorded
+from benchmarks.findings.rows import Row, finished, recorded
 from benchmarks.findings.studies import CONTROL, SWEEPS, in_turn, studies
 from benchmarks.findings.trial import NOISE_PCT, Study
-from benchmarks.grid.tree import clean_commit, marked_commit
+from benchmarks.grid.tree import clean_commit, is_dirty, marked_commit
 from benchmarks.grid.trials import RESULTS, run_commits
 
 JOBS = 2

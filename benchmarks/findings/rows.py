@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grid.tree import MARK
+from benchmarks.grid.tree import is_dirty
 from benchmarks.grid.trials import Trial, best_accuracy
 
 CURVES = (
@@ -100,8 +100,3 @@ def recorded(path: Path) -> list[Row]:
     """Every row, oldest first."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
-
-
-def is_dirty(row: Row) -> bool:
-    """Tell whether a row is of a tree that differed from the commit that it names."""
-    return str(row["commit"]).endswith(MARK)

@@ -79,8 +79,11 @@ def row_figures(row: dict[str, Any]) -> dict[str, float | None]:
     return figures
 
 
-def aggregated(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One entry per (setting, method), in order of appearance: figures and curves over seeds."""
+def aggregated(rows: Sequence[dict[str, Any]], noise: float = 0.0) -> list[dict[str, Any]]:
+    """One entry per (setting, method), in order of appearance: figures and curves over seeds.
+
+    noise: what an accuracy is uncertain by.
+    """
     entries = []
     for setting, method in dict.fromkeys((row["setting"], row["method"]) for row in rows):
         mine = [row for row in rows if (row["setting"], row["method"]) == (setting, method)]
@@ -92,7 +95,13 @@ def aggregated(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
                 "method": method,
                 "seeds": [row["seed"] for row in mine],
                 "diverged": sum(row["status"] == "diverged" for row in mine),
-                "figures": {key: interval([each[key] for each in figures]) for key in figures[0]},
+                "figures": {
+                    key: interval(
+                        [each[key] for each in figures],
+                        noise if key.startswith("accuracy") else 0.0,
+                    )
+                    for key in figures[0]
+                },
                 "curves": {key: _curve(mine, key, updates) for key in CURVES},
             }
         )

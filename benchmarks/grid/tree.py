@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = "benchmarks/results"
@@ -33,6 +35,11 @@ def marked_commit() -> str:
     """Return the commit of this checkout, with "-dirty" where its files differ."""
     differing = _git("status", "--porcelain", "--untracked-files=no", "--", ".", f":!{RESULTS}")
     return _git("rev-parse", "HEAD") + (MARK if differing else "")
+
+
+def is_dirty(row: Mapping[str, Any]) -> bool:
+    """Tell whether a row is of a tree that differed from the commit that it names."""
+    return str(row["commit"]).endswith(MARK)
 
 
 def _git(*arguments: str) -> str:

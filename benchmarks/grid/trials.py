@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.grid.behaviour import behaviour
-from benchmarks.grid.tree import ROOT, clean_commit
+from benchmarks.grid.tree import ROOT, clean_commit, is_dirty
 from benchmarks.header import machine
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -120,6 +120,14 @@ class Trial:
         return behaviour(self.config, {"run.seed": str(self.seed)} | self.overrides)
 
 
+@dataclass(frozen=True)
+class KeptRows:
+    """Where rows are kept. clean: those of trees that differed from their commit do not count."""
+
+    path: Path
+    clean: bool = False
+
+
 INTERRUPTED = "interrupted"
 Launch = Callable[[list[str], Path], int]
 
@@ -138,7 +146,7 @@ def run_trials(
     out: Path,
     launch: Launch = launch,
     *,
-    rows: Path | None = None,
+    rows: KeptRows | None = None,
     limit: int | None = None,
     budget_s: float | None = None,
     keep: bool = False,
@@ -154,7 +162,7 @@ def run_trials(
     """
     commit = commit or clean_commit
     out.mkdir(parents=True, exist_ok=True)
-    rows = out / "rows.jsonl" if rows is None else rows
+    rows = rows or KeptRows(out / "rows.jsonl")
     kept = finished_rows(trials, rows)
     if keep:
         kept = {name: row for name, row in kept.items() if (out / name).is_dir()}
@@ -168,7 +176,7 @@ def run_trials(
         row = run_trial(trial, out, launch) | {"commit": of_commit, "cpu": machine()["cpu"]}
         if not keep:
             shutil.rmtree(out / trial.name)
-        with rows.open("a") as file:
+        with rows.path.open("a") as file:
             file.write(json.dumps(row, separators=(",", ":")) + "\n")
         kept[trial.name] = row
         print(
@@ -186,11 +194,12 @@ def run_commits(rows: Sequence[dict[str, Any]]) -> list[str]:
     return sorted({str(row["commit"]) for row in rows})
 
 
-def finished_rows(trials: Sequence[Trial], rows: Path) -> dict[str, dict[str, Any]]:
+def finished_rows(trials: Sequence[Trial], rows: KeptRows) -> dict[str, dict[str, Any]]:
     """The newest row of every trial that these losses and configuration made, by name."""
     wanted = {trial.name: trial.fingerprint for trial in trials}
-    lines = rows.read_text().splitlines() if rows.exists() else []
-    found = {row["name"]: row for row in map(json.loads, lines)}
+    lines = rows.path.read_text().splitlines() if rows.path.exists() else []
+    every = map(json.loads, lines)
+    found = {row["name"]: row for row in every if not (rows.clean and is_dirty(row))}
     return {
         name: row for name, row in found.items() if row.get("fingerprint") == wanted.get(name, "")
     }

@@ -8,7 +8,7 @@ from typing import Any, get_args
 
 import pytest
 
-from benchmarks import delays_study, routing, schedules, staleness
+from benchmarks import delays_study, routing, schedules
 from benchmarks.grid import study as study_module
 from benchmarks.grid import trials as trials_module
 from benchmarks.grid.statistics import aggregated, interval
@@ -55,7 +55,7 @@ def trial(seed: int, method: str = "m") -> Trial:
     return Trial("s", method, seed, Path("x.yaml"), {"a.b": "1"})
 
 
-@pytest.mark.parametrize("study", [staleness, delays_study, routing, schedules])
+@pytest.mark.parametrize("study", [delays_study, routing, schedules])
 def test_every_trial_of_a_study_is_a_valid_run(study, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(ROOT)
     trials = study.trials()
@@ -99,7 +99,7 @@ def test_a_row_of_other_losses_or_configuration_is_made_again(
     assert calls == ["s-m-1"] * 3, "other behaviour is another run"
 
 
-@pytest.mark.parametrize("study", [staleness, delays_study])
+@pytest.mark.parametrize("study", [delays_study])
 def test_a_study_is_run_in_parts_and_always_says_what_is_missing(tmp_path: Path, study):
     calls: list[str] = []
     paths = {"out": tmp_path / "out", "rows": tmp_path / "rows.jsonl"}
@@ -114,93 +114,6 @@ def test_a_study_is_run_in_parts_and_always_says_what_is_missing(tmp_path: Path,
     assert whole["missing"] == []
     assert len(paths["rows"].read_text().splitlines()) == len(names)
     assert {tuple(entry["seeds"]) for entry in whole["entries"]} == {(1, 2, 3)}
-
-
-def configured(each: Trial) -> dict[str, Any]:
-    sets = [b for a, b in pairwise(each.command(Path("runs/x"))) if a == "--set"]
-    return load_config(Config, each.config, sets).model_dump(mode="json")
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {k: v for key, part in tree.items() for k, v in flat(part, f"{prefix}.{key}").items()}
-
-
-def differing(one: Trial, other: Trial) -> set[str]:
-    a, b = flat(configured(one)), flat(configured(other))
-    return {key.removeprefix(".") for key in a.keys() | b.keys() if a.get(key) != b.get(key)}
-
-
-def test_methods_of_the_delayed_rollout_study_differ_in_the_weight_alone(
-    monkeypatch: pytest.MonkeyPatch,
-):
-    """GEPO sec. 4.1, Listing 1; then one factor at a time, at the largest delay."""
-    monkeypatch.chdir(ROOT)
-    trials = staleness.trials()
-    assert len(trials) <= 45
-    by_name = {each.name: each for each in trials}
-    for delay in (0, 8, 64):
-        rows = [by_name[f"delay_{delay}-{method}-1"] for method in ("grpo", "gspo", "gepo")]
-        for each in rows[1:]:
-            assert differing(rows[0], each) <= {"objective.type", "objective.defensive"}
-        for each in rows:
-            parts = configured(each)
-            objective = parts["objective"]
-            assert objective["advantage"] == "group_mean"
-            assert objective["trust"] == {"type": "clip", "low": 0.2, "high": 0.2, "dual": None}
-            assert objective.get("defensive", 0) == 0
-            assert parts["reduction"] == {"type": "sequence_mean"}
-            assert (
-                parts["schedule"] | {"max_staleness": delay, "type": "controlled"}
-                == parts["schedule"]
-            )
-            penalty = None if objective["kl"] is None else objective["kl"]["coefficient"]
-            assert penalty == (None if delay == 0 else 0.005)
-    for name, (method, _) in staleness.FACTORS.items():
-        changed = differing(by_name[f"delay_64-{method}-1"], by_name[f"one_factor-{name}-1"])
-        factors = {".".join(key.split(".")[:2]) for key in changed}
-        assert len({factor.removesuffix(".type") for factor in factors}) == 1, name
-    first = [each.name for each in trials[:6]]
-    assert {name.split("-")[0] for name in first} == {"delay_64", "delay_0"}
-    assert all(name.endswith("-1") for name in first)
-
-
-def test_the_study_of_drawn_delays_changes_one_factor_at_a_time(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.chdir(ROOT)
-    trials = delays_study.trials()
-    assert len(trials) == 5 * 2 * 3 * 3
-    by_name = {each.name: each for each in trials}
-    settings = {each.setting for each in trials}
-    for setting in settings:
-        rows = [by_name[f"{setting}-{method}-1"] for method in ("grpo", "gspo", "gepo")]
-        for each in rows[1:]:
-            assert differing(rows[0], each) <= {"objective.type", "objective.defensive"}
-        delay, penalty = setting.split("_", 1)
-        other = by_name[f"{delay}_{'kl' if penalty == 'no_kl' else 'no_kl'}-grpo-1"]
-        assert {key.split(".")[1] for key in differing(rows[0], other)} == {"kl"}
-        drawn = configured(rows[0])["schedule"]["delays"]["type"]
-        assert drawn == ("none" if delay in ("constant", "online") else delay)
-    first = [each.setting for each in trials[:9]]
-    assert first == ["constant_kl"] * 3 + ["lognormal_kl"] * 3 + ["online_no_kl"] * 3
-
-
-def test_correlations_are_of_logarithms_over_the_updates_of_a_method():
-    def row(method: str, variances: list[float | None]) -> dict[str, Any]:
-        curves = {name: [1.0, 2.0, 4.0, 8.0] for name in CURVES}
-        return {"method": method, "curves": curves | {"importance_variance": variances}}
-
-    rows = [row("gspo", [1.0, 4.0, 16.0, 64.0]), row("gepo", [8.0, 4.0, None, 0.0])]
-    found = delays_study.correlations(rows)
-    assert found["gspo"]["kl_variance"] == {"correlation": 1.0, "updates": 4}
-    assert found["gepo"]["kl_variance"] is None, "two updates are too few"
-    assert found["gepo"]["kl_error"] == {"correlation": 1.0, "updates": 4}
-    assert found["grpo"]["kl_error"] is None
-    fresh = row("gspo", [1.0, 4.0, 16.0, 64.0])
-    fresh["curves"]["staleness_mean_versions"] = [0.0, 0.0, 1.0, 1.0]
-    assert delays_study.correlations([fresh])["gspo"]["kl_variance"] is None, "on policy"
-    falling = delays_study.correlations([row("grpo", [8.0, 4.0, 2.0, 1.0])])
-    assert falling["grpo"]["kl_variance"]["correlation"] == -1.0
 
 
 def test_no_trial_begins_after_the_budget(tmp_path: Path):
@@ -241,6 +154,9 @@ def test_means_over_seeds_and_their_intervals(tmp_path: Path):
     assert measured == [nothing, 3, 3, 4, 4, 5]
     assert interval([None, 4.0]) == {"mean": 4.0, "half_width_95": None, "n": 1}
     assert interval([None])["mean"] is None
+    floored = aggregated(rows, noise=5.0)[0]["figures"]
+    assert floored["accuracy_after_pct"] == {"mean": 2, "half_width_95": 5.0, "n": 3}
+    assert floored["reward_last"] == entry["figures"]["reward_last"], "no accuracy"
 
 
 def test_the_study_of_replay_says_how_much_closer_the_learner_is(tmp_path: Path):
@@ -277,37 +193,6 @@ def test_the_study_of_schedules_has_every_type_and_the_ratios(
     assert 0.08 < sum(length > 30 for length in lengths) / len(lengths) < 0.12
 
 
-def accuracies(setting: str, method: str, seed: int, last: float) -> dict[str, Any]:
-    """A row of the study of delays with its accuracies alone; the best is 2 points higher."""
-    summary = {"student_accuracy_best_pct": last + 2, "student_accuracy_after_pct": last}
-    return {"setting": setting, "method": method, "seed": seed, "summary": summary}
-
-
-def test_differences_pair_runs_of_one_seed_and_count_a_seed_once():
-    rows = [
-        accuracies(f"weibull_{penalty}", method, seed, last + seed * (method == "gepo"))
-        for penalty, last in (("kl", 50.0), ("no_kl", 70.0))
-        for method in ("gepo", "gspo", "grpo")
-        for seed in (1, 2, 3)
-    ]
-    found = delays_study.differences(rows)
-    half = 4.303 * 1.0 / 3**0.5
-    for name in ("weibull_kl", "weibull"):  # the other penalty's runs add no seeds
-        for key in ("gepo_gspo_best", "gepo_grpo_last"):
-            figure = found[name][key]
-            assert figure["by_seed"] == [1.0, 2.0, 3.0]
-            assert (figure["mean"], figure["n"]) == (2.0, 3)
-            assert figure["half_width_95"] == pytest.approx(half)
-    assert found["drawn"]["gepo_gspo_last"]["n"] == 0, "not every kind of delay was run"
-
-
-def test_a_seed_without_a_run_of_both_methods_makes_no_difference():
-    rows = [accuracies("weibull_kl", "gepo", seed, 50.0) for seed in (1, 2, 3)]
-    rows += [accuracies("weibull_kl", "gspo", seed, 40.0) for seed in (1, 2)]
-    figure = delays_study.differences(rows)["weibull_kl"]["gepo_gspo_last"]
-    assert (figure["mean"], figure["n"], figure["by_seed"]) == (10.0, 2, [10.0, 10.0, None])
-
-
 def test_a_study_begins_no_run_from_a_dirty_tree_unless_that_is_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -325,3 +210,22 @@ def test_a_study_begins_no_run_from_a_dirty_tree_unless_that_is_asked_for(
     assert found["run_commits"] == ["abc-dirty"]
     again = run_study("s", [trial(1)], [], launch=fake(calls), **paths)
     assert (calls, again["missing"]) == (["s-m-1"], []), "what is there needs no clean tree"
+
+
+def test_rows_of_a_dirty_tree_are_named_and_made_again_where_clean_ones_are_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    calls: list[str] = []
+    monkeypatch.setattr(study_module, "marked_commit", lambda: "abc-dirty")
+    monkeypatch.setattr(trials_module, "clean_commit", lambda: "def")
+    paths = {"out": tmp_path / "out", "rows": tmp_path / "rows.jsonl"}
+    first = run_study("s", [trial(1)], ["--dirty"], launch=fake(calls), **paths)
+    assert first["dirty"] == ["s-m-1"]
+    two = [trial(1), trial(2)]
+    some = run_study("s", two, ["--clean", "--limit", "0"], launch=fake(calls), **paths)
+    assert (some["dirty"], some["missing"]) == ([], ["s-m-1", "s-m-2"]), "it quotes clean rows"
+    again = run_study("s", two, ["--clean"], launch=fake(calls), **paths)
+    assert calls == ["s-m-1", "s-m-1", "s-m-2"]
+    assert (again["dirty"], again["run_commits"]) == ([], ["def"])
+    assert run_study("s", two, [], launch=fake(calls), **paths) == again
+    assert len(calls) == 3
