@@ -27,6 +27,7 @@ NAVIGATION = {
         "estimators",
         "findings",
         "caches",
+        "delays",
         "data",
         "verifiers",
         "extending",

@@ -1,20 +1,15 @@
-"""Draw GEPO's Figs. 3 and 7 from its enumeration, Figs. 5 and 6 from runs; print Table 2.
+"""Draw GEPO's Figs. 3 and 7 from its enumeration, Figs. 5 and 6 from runs.
 
-    python tools/plot_delays.py theory benchmarks/results/gepo.json docs/gepo_theory.png
-    python tools/plot_delays.py runs benchmarks/results/staleness.json ROWS docs/delays.png
-    python tools/plot_delays.py table ROWS
-    python tools/plot_delays.py differences benchmarks/results/delays_study.json
+    python tools/plot_delays.py theory docs/gepo_theory.png
+    python tools/plot_delays.py runs docs/delays.png
 
-ROWS: benchmarks/results/delays_study_rows.jsonl.
-
-Fig. 5: one line a method, over the updates at a delay of 64. Fig. 6: each point is an update of a
-run whose staleness was drawn or fixed.
+Fig. 5: one line a method, over the updates at a constant delay of 64 with CPPO-KL. Fig. 6: each
+point is an update of a run whose staleness was drawn or fixed.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +19,13 @@ import matplotlib as mpl
 
 mpl.use("Agg")
 import matplotlib.pyplot as plt
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.delays_study.grid import CONSTANT, KL, setting, trials
+from benchmarks.grid.trials import RESULTS, KeptRows, finished_rows
+
+RECORDS = {"theory": "gepo", "runs": "delays_study"}
 
 COLORS = {
     "grpo": "#1d4ed8",
@@ -44,7 +46,7 @@ BY_DELAY = {
     "importance_variance": "variance of the weights",
     "advantage_error": "error of E[advantage]",
 }
-LARGEST = "delay_64"
+LARGEST = setting(CONSTANT, KL)
 FLOOR = 1e-9
 
 
@@ -133,64 +135,16 @@ def of_updates(
     return [old for old, _ in found], [value for _, value in found]
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Table 2: best and last accuracy in percent, means over seeds, seeds in parentheses."""
-    settings = list(dict.fromkeys(row["setting"] for row in rows))
-    lines = ["| delays, penalty | GRPO best, last | GSPO best, last | GEPO best, last |"]
-    lines.append("|---|---|---|---|")
-    for setting in settings:
-        cells = [cell(rows, setting, method) for method in ("grpo", "gspo", "gepo")]
-        lines.append(f"| {setting.replace('_', ', ', 1).replace('_', ' ')} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def cell(rows: Sequence[dict[str, Any]], setting: str, method: str) -> str:
-    """`71.9, 64.1 (3)`, or a dash."""
-    mine = [row for row in rows if (row["setting"], row["method"]) == (setting, method)]
-    if not mine:
-        return "-"
-    keys = ("student_accuracy_best_pct", "student_accuracy_after_pct")
-    means = [statistics.fmean(row["summary"][key] for row in mine) for key in keys]
-    return f"{means[0]:.1f}, {means[1]:.1f} ({len(mine)})"
-
-
-def differences(study: dict[str, Any]) -> str:
-    """GEPO less the others in points, best and last, with 95% intervals over seeds."""
-    found = study["differences"]
-    columns = list(next(iter(found.values())))
-    lines = ["| delays, penalty | " + " | ".join(c.replace("_", " ") for c in columns) + " |"]
-    lines.append("|---" * (len(columns) + 1) + "|")
-    for name, row in found.items():
-        cells = [interval_cell(row[column]) for column in columns]
-        lines.append(f"| {name.replace('_', ', ', 1).replace('_', ' ')} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def interval_cell(figure: dict[str, Any]) -> str:
-    """`+4.4 ± 6.2`, or a dash."""
-    if figure["half_width_95"] is None:
-        return "-"
-    return f"{figure['mean']:+.1f} ± {figure['half_width_95']:.1f}"
-
-
-def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The newest row of every run."""
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return list({row["name"]: row for row in rows}.values())
-
-
 def main() -> int:
     """Entry point."""
-    what, *paths = sys.argv[1], *map(Path, sys.argv[2:])
-    if what == "table":
-        print(table(rows_of(paths[0])))
-        return 0
-    study = json.loads(paths[0].read_text())
-    if what == "differences":
-        print(differences(study))
-        return 0
-    figure = theory(study) if what == "theory" else runs(study, rows_of(paths[1]))
-    figure.savefig(paths[-1], dpi=100)
+    what, picture = sys.argv[1], Path(sys.argv[2])
+    study = json.loads((RESULTS / f"{RECORDS[what]}.json").read_text(encoding="utf-8"))
+    if what == "theory":
+        figure = theory(study)
+    else:
+        kept = finished_rows(trials(), KeptRows(RESULTS / f"{RECORDS[what]}_rows.jsonl"))
+        figure = runs(study, list(kept.values()))
+    figure.savefig(picture, dpi=100)
     return 0
 
 
