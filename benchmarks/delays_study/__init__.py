@@ -36,6 +36,7 @@ from benchmarks.delays_study.grid import (
     SIZE,
     trials,
 )
+from benchmarks.grid.statistics import comparisons
 from benchmarks.grid.study import run_rows, said
 from benchmarks.grid.trials import Launch, launch
 
@@ -66,6 +67,8 @@ def measure(options: Sequence[str] = (), launch: Launch = launch, **paths: Path)
         "correlations": figures.correlations(by_key),
         **compared,
         "within_claimed_loss": figures.losses(by_key, figures.CLAIMED_LOSS_PCT),
-        "comparisons": {name: figures.comparisons(part) for name, part in compared.items()}
-        | {"all": figures.comparisons(compared)},
+        "comparisons": {
+            name: comparisons(figures.intervals(part))
+            for name, part in (*compared.items(), ("all", compared))
+        },
     }

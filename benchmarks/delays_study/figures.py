@@ -25,11 +25,10 @@ from benchmarks.delays_study.grid import (
     SYNC,
     setting,
 )
-from benchmarks.grid.statistics import interval, noise_pct, tells
+from benchmarks.grid.statistics import interval, noise_pct
 
 ANSWERS = int(SIZE["evaluation.problems"]) * int(SIZE["evaluation.samples"])
 NOISE_PCT = noise_pct(ANSWERS)
-BY_CHANCE = 0.05  # of 95 % intervals leave 0 out where there is nothing
 CLAIMED_LOSS_PCT = 3.0  # HeteroRL's abstract: at delays of up to 1800 seconds
 PAIRS = (("gepo", "gspo"), ("gepo", "grpo"), ("gspo", "grpo"))
 ACCURACIES = {"best": "student_accuracy_best_pct", "last": "student_accuracy_after_pct"}
@@ -227,22 +226,10 @@ def _correlation(curves: Sequence[Mapping[str, Any]], one: str, other: str) -> f
     return round(statistics.correlation([a for a, _ in pairs], [b for _, b in pairs]), 4)
 
 
-def comparisons(part: Any) -> dict[str, float]:
-    """How many intervals there are in a part of the record, and how many leave 0 out.
-
-    by_chance: how many would if nothing differed.
-    """
-    every = list(_intervals(part))
-    return {
-        "number": len(every),
-        "leave_0_out": sum(tells(each) != 0 for each in every),
-        "by_chance": round(BY_CHANCE * len(every), 1),
-    }
-
-
-def _intervals(part: Any) -> list[Mapping[str, Any]]:
+def intervals(part: Any) -> list[Mapping[str, Any]]:
+    """All of a part of the record."""
     if not isinstance(part, Mapping):
         return []
     if "half_width_95" in part:
-        return [] if part["half_width_95"] is None else [part]
-    return [found for each in part.values() for found in _intervals(each)]
+        return [part]
+    return [found for each in part.values() for found in intervals(each)]

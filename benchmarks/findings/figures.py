@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.findings.rows import Row
 from benchmarks.findings.trial import NOISE_PCT
-from benchmarks.grid.statistics import interval, tells
+from benchmarks.grid.statistics import comparisons, interval
 
 Table = dict[str, dict[int, dict[int, Row]]]
 """Rows by estimator, staleness and seed."""
@@ -163,12 +163,7 @@ def by_chance(said: Any) -> dict[str, Any]:
 
     said: figures by name, nested; differences stand under names of DIFFERENCES.
     """
-    found = [each for each in _differences(said) if each["half_width_95"] is not None]
-    return {
-        "compared": len(found),
-        "leave_0_out": sum(tells(each) != 0 for each in found),
-        "expected_by_chance": 0.05 * len(found),
-    }
+    return comparisons(_differences(said))
 
 
 DIFFERENCES = (

@@ -39,6 +39,16 @@ def tells(figure: Mapping[str, Any]) -> int:
     return 1 if mean > 0 else -1
 
 
+def comparisons(figures: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """How many figures have an interval, leave 0 out, and would if there were nothing."""
+    found = [each for each in figures if each["half_width_95"] is not None]
+    return {
+        "compared": len(found),
+        "leave_0_out": sum(tells(each) != 0 for each in found),
+        "expected_by_chance": 0.05 * len(found),
+    }
+
+
 def noise_pct(answers: int) -> float:
     """The largest standard error of an accuracy in percent over so many answers."""
     return 100 * math.sqrt(0.25 / answers)

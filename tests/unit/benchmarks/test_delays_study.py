@@ -11,7 +11,7 @@ import pytest
 from benchmarks import delays_study
 from benchmarks.delays_study import figures, grid
 from benchmarks.delays_study.figures import Rows, keyed
-from benchmarks.grid.statistics import noise_pct
+from benchmarks.grid.statistics import comparisons, noise_pct
 from benchmarks.grid.trials import CURVES, RESULTS, KeptRows, Trial, finished_rows
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
@@ -190,7 +190,8 @@ def test_correlations_are_of_logarithms_over_the_updates_of_a_seeds_runs():
 def test_comparisons_are_counted_with_those_that_chance_would_show():
     far = {"mean": 9.0, "half_width_95": 1.0, "n": 3, "by_seed": [9.0]}
     part = {"a": {"x": far, "y": far | {"mean": 0.5}}, "b": far | {"half_width_95": None}}
-    assert figures.comparisons(part) == {"number": 2, "leave_0_out": 1, "by_chance": 0.1}
+    found = comparisons(figures.intervals(part))
+    assert found == {"compared": 2, "leave_0_out": 1, "expected_by_chance": 0.1}
 
 
 def test_tables_are_bold_where_zero_is_outside_and_verdicts_of_enumerations_follow():
