@@ -4,7 +4,7 @@ import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 
