@@ -210,11 +210,13 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     lock: absolute path of the run directory's run.lock, None for a controller without one. shared:
     every rank writes checkpoints there, so every rank must see it; otherwise rank 0 alone does.
+    attempt: names the learner that the rank is part of, of those that a run has one after another.
     """
 
     lock: str | None
     claim: str
     shared: bool
+    attempt: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -302,12 +304,13 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """Says that a rank cannot continue, so that the learner ends. reason: one line.
 
-    final: another learner would end in the same way.
+    final: another learner would end in the same way. attempt: of its Welcome; empty before that.
     """
 
     rank: int
     reason: str
     final: bool = True
+    attempt: str = ""
 
 
 Reply = Hello | Done | Failed
