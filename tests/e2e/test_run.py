@@ -214,7 +214,8 @@ def test_servers_that_hold_another_model_are_refused_before_the_first_step(
 def matched(done: Finished, updates: int, parallel: dict[str, int]) -> None:
     """Assert that a run with this layout of two learner ranks trained and matched the sampler.
 
-    It compared digests after each of its weight syncs, else it would have failed.
+    Experts of their own: test_torchrun_scripts.py. It compared digests after each of its weight
+    syncs, else it would have failed.
     """
     assert done.code == 0, done.output
     assert done.summary["updates"] == updates
@@ -314,26 +315,6 @@ def test_a_server_that_dies_while_starting_shows_its_log(
     assert "no-such" in done.output
     assert "Traceback" not in done.output.split("error:")[0]
     assert done.summary["status"] == "failed"
-
-
-def test_two_learner_ranks_with_experts_of_their_own(
-    inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
-):
-    """The other axes share a run with another subject: tensors with the exact staleness, data with
-    two teachers, layers with a nonsense teacher.
-    """
-    parallel = {"dp": 2, "ep": 2}
-    config = write_config(
-        inputs,
-        tmp_path,
-        run={"max_steps": 2},
-        learner={"parallel": parallel},
-        evaluation={"problems": 0},
-        **shared,
-    )
-    running = start(config)
-    running.wait_until(running.has_updated)
-    matched(running.finish(START_TIMEOUT_S), 2, parallel)
 
 
 def test_eval_of_checkpoints(inputs: Path, tmp_path: Path):
