@@ -48,7 +48,7 @@ def config_of(example: str) -> Config:
 @pytest.mark.parametrize(
     ("example", "words"),
     [
-        ("one_node", ["1.72 B", "30.53 B", "3.35 B", "52.8", "71.1 GiB", "589,824"]),
+        ("one_node", ["1.72 B", "30.53 B", "3.35 B", "49.6", "71.1 GiB", "202,752"]),
         ("four_nodes", ["30.53 B", "235.09 B", "22.19 B", "0 8", "0 1 2 3", "54.1", "56.9 GiB"]),
         ("sixteen_nodes", ["235.09 B", "87.7", "0 8 .. 56", "0 1 2 3", "expert dp", "437.9 GiB"]),
     ],
@@ -262,7 +262,7 @@ def test_a_job_that_is_preempted_is_requeued(tmp_path: Path, code: int):
 def test_one_node_fills_its_node():
     config = config_of("one_node")
     placement = place(parts_of(config, all_roles(config)), tuple("01234567"))
-    assert placement.line == "learner 0-1, student 2 3 4 5 6, teacher 7"
+    assert placement.line == "learner 0-2, student 3 4 5 6, teacher 7"
 
 
 def test_the_printed_tables_are_current():
