@@ -23,7 +23,10 @@ from sglang_bridge.columns import DrawColumns, Float32s, Float64s, dtypes
 
 DoubleArray = npt.NDArray[np.float64]
 RankPlan = list[list[list[int]]]
-"""One data-parallel rank's micro-batches, as sample indices, listed by mini-batch."""
+"""One data-parallel rank's micro-batches, as sample indices, listed by mini-batch.
+
+An empty one is a filler: the rank computes it because others compute one of theirs.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +89,9 @@ class RankInputs(GroupColumns[DoubleArray]):
     def _inputs_of(self, samples: Sequence[int]) -> OffsetArray:
         end_B = np.cumsum(self.prompt_B + self.response_B - 1)
         start_B = np.concatenate([[0], end_B[:-1]])
-        return np.concatenate([np.arange(start_B[b], end_B[b]) for b in samples])
+        return np.concatenate(
+            [np.zeros(0, np.int64), *(np.arange(start_B[b], end_B[b]) for b in samples)]
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,12 @@ TESTS = Path(__file__).parent
 SERVERS, RAY = "servers", "ray"
 ORDER = (SERVERS, "dist", "e2e", RAY)
 # Of tests/e2e: these start servers of their own and may run on either worker.
-APART = ("test_bridge_parallel.py", "test_deterministic.py", "test_resume.py")
+APART = (
+    "test_bridge_parallel.py",
+    "test_deterministic.py",
+    "test_resume.py",
+    "test_torchrun_scripts.py",
+)
 
 
 def kind_of(path: str) -> str:

@@ -1,7 +1,8 @@
 """Packs a mini-batch for data-parallel ranks that meet at its end alone. Torch-free.
 
 Such a mini-batch takes as long as the rank with most tokens. Every rank gets as many samples as its
-peers and nearly as many tokens, and packs them into nearly equal micro-batches.
+peers, or one more where ranks do not divide them, and nearly as many tokens, and packs them into
+nearly equal micro-batches.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ def pack_apart(
 ) -> list[list[Micro]]:
     """Return each rank's micro-batches, as many on every rank and at least `least`; heaviest first.
 
-    samples: indices into lengths, a multiple of `ranks` of them and at least least * ranks.
+    Empty ones, fillers, are last, on a rank that has fewer samples than another has micro-batches.
+    samples: indices into lengths, at least least * ranks of them.
     """
     shares = share_out(samples, lengths, ranks)
     fits = [_fit(share, lengths, budget) for share in shares]
@@ -26,24 +28,27 @@ def pack_apart(
     return [
         sorted(
             _balanced(share, lengths, count, budget) or _split_up(micros, lengths, count),
-            key=lambda micro: (-load_of(micro, lengths), min(micro)),
+            key=lambda micro: (-load_of(micro, lengths), micro[:1]),
         )
         for share, micros in zip(shares, fits, strict=True)
     ]
 
 
 def share_out(samples: Sequence[int], lengths: Sequence[int], ranks: int) -> list[list[int]]:
-    """Split into equal counts; the longest sample goes to the rank with the fewest tokens."""
-    each = len(samples) // ranks
+    """Split into equal counts; the longest sample goes to the rank with the fewest tokens.
+
+    Where that leaves a rest, as many ranks hold one sample more.
+    """
+    each, rest = divmod(len(samples), ranks)
     shares: list[list[int]] = [[] for _ in range(ranks)]
     open_ranks = [(0, rank) for rank in range(ranks)]  # a heap, by tokens
     for sample in sorted(samples, key=lambda index: (-lengths[index], index)):
+        while len(shares[open_ranks[0][1]]) >= each + (rest > 0):
+            heappop(open_ranks)
         tokens, rank = open_ranks[0]
         shares[rank].append(sample)
-        if len(shares[rank]) < each:
-            heapreplace(open_ranks, (tokens + lengths[sample], rank))
-        else:
-            heappop(open_ranks)
+        rest -= len(shares[rank]) > each
+        heapreplace(open_ranks, (tokens + lengths[sample], rank))
     return shares
 
 
@@ -74,10 +79,12 @@ def _balanced(
 
 
 def _split_up(micros: list[Micro], lengths: Sequence[int], count: int) -> list[Micro]:
-    """Halve the heaviest divisible micro-batch until there are `count`."""
+    """Halve the heaviest divisible micro-batch until there are `count`; then add empty ones."""
     micros = [list(micro) for micro in micros]
     while len(micros) < count:
         divisible = [i for i, micro in enumerate(micros) if len(micro) > 1]
+        if not divisible:
+            return micros + [[]] * (count - len(micros))
         heaviest = max(divisible, key=lambda i: (load_of(micros[i], lengths), -i))
         ordered = sorted(micros.pop(heaviest), key=lambda index: (-lengths[index], index))
         micros += [ordered[::2], ordered[1::2]]

@@ -24,6 +24,8 @@ def check_inputs(batch: RankInputs, *, vocab_size: int, num_experts: int) -> Non
     planned = sorted(index for mini in batch.plan for micro in mini for index in micro)
     if planned != list(range(samples)):
         raise ValueError(f"plan must name each of {samples} samples once, got {len(planned)}")
+    if not all(mini and mini[0] for mini in batch.plan):
+        raise ValueError("plan must begin each mini-batch with a micro-batch of samples")
     if batch.update < 0 or batch.version < 0:
         raise ValueError(f"update and version must be >= 0, got {batch.update}, {batch.version}")
     # none exceeds what it is a length in: sums of larger ones could wrap around to the right one

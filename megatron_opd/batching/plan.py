@@ -1,9 +1,10 @@
 """Assigns each sample to a mini-batch, a data-parallel rank and a micro-batch. Torch-free.
 
 Invariants: every sample appears exactly once; a mini-batch holds consecutive samples (admission
-order); every rank holds as many micro-batches as its peers, because they meet in collectives; no
-micro-batch is empty, and none exceeds the token budget unless one sample alone does; the heaviest
-of a rank come first, so that those which ranks or pipeline stages compute together are alike.
+order); every rank holds a sample of it, and as many micro-batches as its peers, because they meet
+in collectives. A rank that cannot fill as many has empty ones, fillers, which compute nothing that
+counts. No micro-batch exceeds the token budget unless one sample alone does; the heaviest of a rank
+come first, so that those which ranks or pipeline stages compute together are alike.
 """
 
 from __future__ import annotations
@@ -50,19 +51,15 @@ def plan_batch(
     lengths: tokens (prompt + response) of every sample, in admission order. token_budget: most
     tokens of a micro-batch. least_micros: of a rank in a mini-batch. lockstep: whether ranks meet
     in every layer instead of at the end of a mini-batch. Raises ValueError when the samples are no
-    multiple of mini-batches and ranks, or are fewer than least_micros.
+    multiple of num_mini_batches, or a mini-batch has fewer than least_micros for some rank.
     """
-    shares = num_mini_batches * data_parallel
-    if not lengths or len(lengths) % shares:
+    per_mini, rest = divmod(len(lengths), num_mini_batches)
+    least = least_micros * data_parallel
+    if rest or per_mini < least:
         raise ValueError(
-            "a batch must hold a positive multiple of num_mini_batches * data-parallel size "
-            f"samples, got {len(lengths)} and {num_mini_batches} * {data_parallel}"
-        )
-    per_mini = len(lengths) // num_mini_batches
-    if per_mini < least_micros * data_parallel:
-        raise ValueError(
-            f"a rank's share of a mini-batch must hold at least {least_micros} samples, "
-            f"got {per_mini // data_parallel}"
+            f"a batch must hold equal mini-batches of at least {least} samples ({least_micros} for "
+            f"each of {data_parallel} data-parallel ranks), got {len(lengths)} samples and "
+            f"num_mini_batches={num_mini_batches}"
         )
     plan: BatchPlan = []
     for start in range(0, len(lengths), per_mini):

@@ -45,7 +45,7 @@ def shares(
 ) -> list[Share]:
     """Return the shares in the order of the data-parallel ranks; each numbers its samples from 0.
 
-    ValueError: the batch cannot be shared out equally.
+    ValueError: see plan_batch.
     """
     plan = learner_plan([sample.rollout.num_tokens for sample in batch.samples], config)
     groups = group_columns(estimator, batch.samples, group_size)
@@ -74,7 +74,7 @@ class ScoringShares:
     """Holds the shares of samples that are only scored.
 
     order: which sample stands where, share by share; the first of equal numbers counts, as samples
-    are repeated where that makes equal shares.
+    are repeated where there are too few for the ranks.
     """
 
     shares: list[Share]
@@ -96,8 +96,7 @@ class ScoringShares:
 def scoring_shares(samples: Sequence[Sample], version: int, config: LearnerConfig) -> ScoringShares:
     """Return what the ranks need to score samples in one mini-batch, planned as for training."""
     parallel = config.parallel
-    least = parallel.dp * (parallel.pp if parallel.vpp > 1 else 1)
-    wanted = max(least, -(-len(samples) // parallel.dp) * parallel.dp)
+    wanted = max(len(samples), parallel.dp * (parallel.pp if parallel.vpp > 1 else 1))
     index = list(islice(cycle(range(len(samples))), wanted))
     lengths = [samples[i].rollout.num_tokens for i in index]
     plan = learner_plan(lengths, config.model_copy(update={"num_mini_batches": 1}))

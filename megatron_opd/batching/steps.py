@@ -5,8 +5,9 @@ micro-batch. The sum of that over the steps is kept small: steps are filled one 
 longest samples first, each up to the tokens that its longest sample takes in any case, or up to an
 equal part of what is left if that is more. Torch-free.
 
-Invariants: every sample appears exactly once; each step has one micro-batch for every rank, none of
-them empty; none exceeds the token budget unless it is one sample alone; steps come heaviest first.
+Invariants: every sample appears exactly once; each step has one micro-batch for every rank; none is
+empty but of a step for which fewer samples than ranks are left; none exceeds the token budget
+unless it is one sample alone; steps come heaviest first.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def pack_steps(
 ) -> list[Step]:
     """Return the steps of one mini-batch, at least `least` and as few as can be found.
 
-    samples: indices into lengths, a multiple of `ranks` of them and at least least * ranks.
+    samples: indices into lengths, at least least * ranks of them.
     """
     order = sorted(samples, key=lambda index: (-lengths[index], index))
     rooms = Rooms(budget, len(order))
@@ -64,8 +65,9 @@ def _filled(
         height = budget
         if remaining > 1:
             height = min(budget, max(lengths[left[0]], -(-tokens // (ranks * remaining))))
-        # later steps need a sample for every rank
-        step, left = _fill_one(left, lengths, ranks, height, len(left) - ranks * remaining)
+        # later steps want a sample for every rank
+        most = max(0, len(left) - ranks * remaining)
+        step, left = _fill_one(left, lengths, ranks, height, most)
         tokens -= sum(lengths[index] for micro in step for index in micro)
         steps.append(step)
     return None if left else sorted(steps, key=lambda step: -load_of(step[0], lengths))
@@ -76,8 +78,8 @@ def _fill_one(
 ) -> tuple[Step, list[int]]:
     """Fill one step; return it and the samples that are left, longest first.
 
-    Each rank gets one of the longest samples; of the others the longest that fits goes to the
-    lightest rank, until none fits below `height` or `most` have been taken.
+    Each rank gets one of the longest samples, if there are as many; of the others the longest that
+    fits goes to the lightest rank, until none fits below `height` or `most` have been taken.
     """
     step = [[index] for index in order[:ranks]]
     loads = [(lengths[index], rank) for rank, index in enumerate(order[:ranks])]
@@ -96,7 +98,8 @@ def _fill_one(
         heapreplace(loads, (load + lengths[order[fits]], rank))
         place += 1
     left += order[place:]
-    return sorted(step, key=lambda micro: (-load_of(micro, lengths), micro[0])), left
+    step.sort(key=lambda micro: (-load_of(micro, lengths), micro[0]))
+    return step + [[]] * (ranks - len(step)), left
 
 
 def load_of(micro: Micro, lengths: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from typing import get_args
@@ -169,9 +170,8 @@ def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     table = new_table("an optimizer step and a weight sync", ("what", "most"))
     table.add_row("samples of an optimizer step", f"{samples:,}")
     table.add_row("tokens of an optimizer step", f"{samples * longest:,}")
-    table.add_row(
-        "of them on one data-parallel rank", f"{samples * longest // learner.parallel.dp:,}"
-    )
+    share = math.ceil(samples / learner.parallel.dp)
+    table.add_row("of them on one data-parallel rank", f"{share * longest:,}")
     table.add_row("model FLOPs per token, both passes", f"{flops / work.positions / 1e9:.3g} G")
     table.add_row("model FLOPs of an optimizer step", f"{flops * samples / 1e15:.3g} P")
     table.add_row("optimizer steps per weight sync", str(learner.num_mini_batches))

@@ -96,12 +96,11 @@ def check_costs(config: Config, costs: Costs) -> None:
     missing = sorted(teacher_roles(config).keys() - costs.teachers.keys())
     if missing:
         raise UserError(f"costs: teachers must name every teacher, missing {', '.join(missing)}")
-    shares = config.learner.num_mini_batches * costs.learner.ranks
-    if config.buffer.batch_size % shares:
+    batch, minis = config.buffer.batch_size, config.learner.num_mini_batches
+    if batch // minis < costs.learner.ranks:
         raise UserError(
-            "buffer.batch_size must be a multiple of learner.num_mini_batches * the costs' "
-            f"learner.ranks, got {config.buffer.batch_size} for "
-            f"{config.learner.num_mini_batches} * {costs.learner.ranks}"
+            "buffer.batch_size / learner.num_mini_batches must be at least the costs' "
+            f"learner.ranks, got {batch} / {minis} and {costs.learner.ranks}"
         )
 
 

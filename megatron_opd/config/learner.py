@@ -46,7 +46,8 @@ class ParallelConfig(Section):
     and communicates more."""
     dp: Processes = 1
     """Data-parallel ranks, which see different samples. Raising it shortens an update and splits
-    the optimizer state; buffer.batch_size must be a multiple of it."""
+    the optimizer state; a mini-batch must hold a sample for each. Where it divides no mini-batch,
+    some ranks get a sample more, and the others wait for them."""
     ep: Processes = 1
     """Expert-parallel ranks, which split the experts of an MoE model; ep * etp must divide tp * cp
     * dp. Raising it splits expert weights and exchanges tokens in every MoE layer."""

@@ -31,25 +31,19 @@ def estimator_problem(config: ConfigTree) -> str | None:
 
 def _shares(config: ConfigTree) -> str | None:
     batch, minis = config.buffer.batch_size, config.learner.num_mini_batches
-    dp = config.learner.parallel.dp
-    if batch % (minis * dp):
-        return (
-            "buffer.batch_size must be a multiple of "
-            "learner.num_mini_batches * learner.parallel.dp, "
-            f"got {batch} and {minis} * {dp}"
-        )
-    return None
-
-
-def _interleaved(config: ConfigTree) -> str | None:
-    batch, minis = config.buffer.batch_size, config.learner.num_mini_batches
     parallel = config.learner.parallel
-    if parallel.vpp > 1 and batch // (minis * parallel.dp) < parallel.pp:
+    if batch % minis:
         return (
-            "buffer.batch_size / (learner.num_mini_batches * learner.parallel.dp) must be at least "
-            "learner.parallel.pp with learner.parallel.vpp above 1, because an interleaved "
-            f"pipeline needs one micro-batch per stage, got {batch} / ({minis} * {parallel.dp}) "
-            f"and pp={parallel.pp}"
+            "buffer.batch_size must be a multiple of learner.num_mini_batches, "
+            f"got {batch} and {minis}"
+        )
+    if batch // minis < parallel.dp * (parallel.pp if parallel.vpp > 1 else 1):
+        return (
+            "buffer.batch_size / learner.num_mini_batches must be at least learner.parallel.dp, a "
+            "sample for every rank (with learner.parallel.vpp above 1 times pp, because an "
+            "interleaved pipeline needs one micro-batch per stage), "
+            f"got {batch} / {minis} and dp={parallel.dp}, pp={parallel.pp}, vpp={parallel.vpp}; "
+            "raise buffer.batch_size"
         )
     return None
 
@@ -469,7 +463,6 @@ def _health(config: ConfigTree) -> str | None:
 
 RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _shares,
-    _interleaved,
     _teachers,
     _ports,
     _gpus,

@@ -83,12 +83,12 @@ class SftConfig(Section):
     def _shares(self) -> SftConfig:
         minis, parallel = self.learner.num_mini_batches, self.learner.parallel
         least = parallel.pp if parallel.vpp > 1 else 1
-        if self.batch_size % (minis * parallel.dp) or self.batch_size < minis * parallel.dp * least:
+        if self.batch_size % minis or self.batch_size < minis * parallel.dp * least:
             raise ValueError(
-                "batch_size must be a multiple of learner.num_mini_batches * learner.parallel.dp "
-                "and with learner.parallel.vpp above 1 at least learner.parallel.pp times that, "
-                f"got {self.batch_size}, {minis} * {parallel.dp}, pp={parallel.pp}, "
-                f"vpp={parallel.vpp}"
+                "batch_size must be a multiple of learner.num_mini_batches, at least "
+                "learner.num_mini_batches * learner.parallel.dp and with learner.parallel.vpp "
+                f"above 1 learner.parallel.pp times that, got {self.batch_size}, {minis} * "
+                f"{parallel.dp}, pp={parallel.pp}, vpp={parallel.vpp}"
             )
         return self
 

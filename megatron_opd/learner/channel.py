@@ -102,6 +102,7 @@ class Channel:
         self._watcher: threading.Thread | None = None
         self._leaving = threading.Event()
         self._shown: RankKeys | None = None
+        self._attempt = ""  # of the welcome
 
     def join(self, hello: Hello) -> Welcome:
         """Say hello until the controller answers.
@@ -153,7 +154,7 @@ class Channel:
         rank = int(os.environ.get("RANK", "0"))
         # A ValueError already speaks to the user: it names key, rule and value.
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        self.reply(Failed(rank, one_line(f"{kind}{error}", 1000), final))
+        self.reply(Failed(rank, one_line(f"{kind}{error}", 1000), final, self._attempt))
 
     def receive(self, world: World) -> tuple[Request, list[memoryview]]:
         """Return the next request, on every rank of the model copy; on its head the raw frames too.
@@ -212,6 +213,7 @@ class Channel:
             raise NotWelcome(one_line(answer.reason, 1000))
         if not isinstance(answer, Welcome):
             raise BadMessage(f"the controller answered a hello with {type(answer).__name__}")
+        self._attempt = answer.attempt
         self._watcher = threading.Thread(target=self._watch, name="controller", daemon=True)
         self._watcher.start()
         return answer

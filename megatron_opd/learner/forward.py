@@ -28,6 +28,7 @@ ROUTING_SUMS = ("routing_moved", "routing_pairs", "routing_choices_moved", "rout
 
 MicroT = TypeVar("MicroT", SftMicro, DistilMicro)
 LossFn = Callable[[torch.Tensor, MicroT], tuple[torch.Tensor, Totals]]
+"""Returns the loss of a micro-batch and its totals; never asked of a filler."""
 
 
 def sft_loss(
@@ -147,7 +148,7 @@ def mismatch_totals(
         )
         return logp_T.sum(dtype=torch.float64), totals
 
-    return run_mini_batch(model, micros, measure, world, forward_only=True)
+    return run_mini_batch(model, head, micros, measure, world, forward_only=True)
 
 
 def path_logp(
@@ -159,7 +160,8 @@ def path_logp(
 ) -> tuple[list[torch.Tensor], Totals]:
     """Return [T] of each micro-batch, the path tokens' log-probs as distil_loss computes them.
 
-    No gradient; empty on ranks that compute no logits. The totals count routing alone.
+    Fillers have none. No gradient; empty on ranks that compute no logits. The totals count routing
+    alone.
     """
     found: list[torch.Tensor] = []
 
@@ -168,7 +170,7 @@ def path_logp(
         found.append(logp_T.detach())
         return logp_T.sum(dtype=torch.float64), Totals.of(out_1s.device, sums={"count": 1})
 
-    totals = run_mini_batch(model, micros, collect, world, forward_only=True)
+    totals = run_mini_batch(model, head, micros, collect, world, forward_only=True)
     return found, totals
 
 
@@ -181,7 +183,7 @@ def collect_caches(
 ) -> list[Cache]:
     """Return each micro-batch's cache with the student's log-probs now, without gradient.
 
-    Empty on ranks that compute no logits.
+    Fillers have none. Empty on ranks that compute no logits.
     """
     caches: list[Cache] = []
 
@@ -192,12 +194,13 @@ def collect_caches(
         caches.append(micro.cache(logp_N, prox_is_student=False))
         return logp_N.sum(dtype=torch.float64), Totals.of(logp_N.device, sums={"count": 1})
 
-    run_mini_batch(model, micros, collect, world, forward_only=True)
+    run_mini_batch(model, head, micros, collect, world, forward_only=True)
     return caches
 
 
 def run_mini_batch(
     model: Sequence[DistributedDataParallel],
+    head: StudentLogp,
     micros: Sequence[MicroT],
     loss_fn: LossFn[MicroT],
     world: World,
@@ -207,23 +210,32 @@ def run_mini_batch(
     """Compute gradients of the mini-batch's mean loss, into the buffers of the model's chunks.
 
     Megatron's schedule sums the micro-batches' losses and divides the gradient by the count of all
-    ranks. Returns the global totals, the same on every rank.
+    ranks. Fillers add nothing to either. Returns the global totals, the same on every rank.
     """
     settings: Any = model[0].config
-    balanced = settings.num_moe_experts is not None and settings.moe_aux_loss_coeff
+    routes = settings.num_moe_experts is not None
+    balanced = routes and (
+        settings.moe_aux_loss_coeff
+        or settings.moe_z_loss_coeff
+        or settings.moe_router_enable_expert_bias
+    )
 
     def forward_step(micros_left: Any, module: Any) -> tuple[torch.Tensor, Any]:
         micro = next(micros_left)
+        masked = balanced or (routes and micro.rows.is_filler)
         out = module(
             micro.rows.ids_1s,
             None,  # positions: rotary angles come from the packing
             None,
             packed_seq_params=micro.rows.packing,
-            padding_mask=_unrouted(micro.rows, module, world) if balanced else None,
+            padding_mask=_unrouted(micro.rows, module, world) if masked else None,
         )
 
         def loss(out_1s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, Totals]:
-            loss_sum, totals = loss_fn(out_1s, micro)
+            if micro.rows.is_filler:
+                loss_sum, totals = _nothing(out_1s, micro.rows, head)
+            else:
+                loss_sum, totals = loss_fn(out_1s, micro)
             # Context-parallel ranks compute the same loss; Megatron adds up their counts.
             count = totals.count()
             return loss_sum, count if world.cp_rank == 0 else torch.zeros_like(count), totals
@@ -249,6 +261,13 @@ def run_mini_batch(
             forward_only=forward_only,
         )
     return _reduce(outputs, micros, world)
+
+
+def _nothing(out_1s: torch.Tensor, rows: Rows, head: StudentLogp) -> tuple[torch.Tensor, Totals]:
+    """Return the loss of a filler: zero, with a gradient of zero for every weight."""
+    zero_T = torch.zeros(rows.num_tokens, dtype=torch.int64, device=out_1s.device)
+    logp_T = head(out_1s, rows, zero_T, zero_T, 1.0).logp_N
+    return 0 * logp_T.sum(dtype=torch.float64), Totals.zero(out_1s.device)
 
 
 def _unrouted(rows: Rows, module: Any, world: World) -> torch.Tensor:

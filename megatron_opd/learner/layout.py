@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,8 @@ class Rows:
     position, among s, of row P - 1 + t of its sample, which predicts response token t. token_t:
     that token's index in T. num_tokens: T. total_tokens: S. source_s: int64, which of the samples'
     inputs (P + T - 1 each, one sample after another) each position holds; -1: filler. filler_1s:
-    bool, positions that hold no token of a sample.
+    bool, positions that hold no token of a sample. is_filler: no position does, see
+    PackLayout.filler.
     """
 
     ids_1s: torch.Tensor
@@ -43,6 +44,7 @@ class Rows:
     total_tokens: int
     filler_1s: torch.Tensor
     source_s: np.ndarray
+    is_filler: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,6 +109,17 @@ class PackLayout:
             sent(source_S[share_s] < 0, self.device)[None],
             source_S[share_s],
         )
+
+    def filler(self) -> Rows:
+        """Return as few positions as a micro-batch may have, none of them of a sample.
+
+        One of them predicts a token all the same: the head's weights must get a gradient, if of
+        zero, as gradients that are sent while a mini-batch is computed wait for every weight's.
+        """
+        rows = self.pack([np.zeros(1, np.int64)], [np.zeros(1, np.int64)])
+        none_s = np.full_like(rows.source_s, -1)
+        everywhere_1s = torch.ones_like(rows.filler_1s)
+        return replace(rows, source_s=none_s, filler_1s=everywhere_1s, is_filler=True)
 
     def packing(self, lengths: tuple[int, ...]) -> PackedSeqParams:
         """Return the segments as the layers want them.

@@ -34,7 +34,7 @@ from megatron_opd.learner.forward import (
     sft_loss,
 )
 from megatron_opd.learner.layout import rank_multiple_of
-from megatron_opd.learner.micro_batch import SftMicro, distil_micros
+from megatron_opd.learner.micro_batch import DistilMicro, SftMicro, distil_micros
 from megatron_opd.learner.model import DTYPES, build_model
 from megatron_opd.learner.optimizer import (
     build_optimizer,
@@ -169,10 +169,10 @@ class MegatronLearner:
                 measure_mismatch=index == 0 and not truncated_sampler,
                 scores_start=start,
             )
-            run = partial(run_mini_batch, self.model, micros, loss)
+            run = partial(run_mini_batch, self.model, self.head, micros, loss)
             if index == 0 and bound is not None:
                 run = partial(_bounded, run, bound)
-            steps.append(self._step(run, lr, count, len(micros)))
+            steps.append(self._step(run, lr, count, micros))
         samples = self._sum_over_data(len(batch.prompt_B))
         metrics = self._metrics(batch.update, lr, steps, samples, start, free)
         return self._with_speed(metrics, batch)
@@ -209,8 +209,8 @@ class MegatronLearner:
         lr = learning_rate(self.config.optimizer, update, self.updates)
         loss = partial(sft_loss, head=self.head)
         count = sum(len(micro.response_T) for micro in micros)
-        run = partial(run_mini_batch, self.model, micros, loss)
-        return self._step(run, lr, count, len(micros))
+        run = partial(run_mini_batch, self.model, self.head, micros, loss)
+        return self._step(run, lr, count, micros)
 
     def sft_loss(self, micros: Sequence[SftMicro]) -> Totals:
         """Return the loss of supervised micro-batches, without learning from them. Collective."""
@@ -218,7 +218,9 @@ class MegatronLearner:
         with self._device_mode:
             for chunk in self.model:
                 chunk.eval()
-            totals = run_mini_batch(self.model, micros, loss, self.world, forward_only=True)
+            totals = run_mini_batch(
+                self.model, self.head, micros, loss, self.world, forward_only=True
+            )
             for chunk in self.model:
                 chunk.train()
         return totals
@@ -266,15 +268,22 @@ class MegatronLearner:
         dist.barrier()
 
     def _step(
-        self, forward_backward: Callable[[World], Totals], lr: float, count: int, micros: int
+        self,
+        forward_backward: Callable[[World], Totals],
+        lr: float,
+        count: int,
+        micros: Sequence[SftMicro | DistilMicro],
     ) -> StepResult:
         """Make one step. count: this rank's part of the loss's count. micros: its micro-batches."""
         started = time.perf_counter()
+        losses, balancing = 0, None
         with self._device_mode:
             if self.balancing is not None:
-                self.balancing.weigh(count, micros)
+                fillers = sum(micro.rows.is_filler for micro in micros)
+                losses = self.balancing.weigh(count, len(micros), fillers)
             totals = forward_backward(self.world)
-            balancing = None if self.balancing is None else self.balancing.mean_loss(micros)
+            if self.balancing is not None:
+                balancing = self.balancing.mean_loss(losses)
             if not math.isfinite(totals.sum("loss")):
                 raise NotFinite(f"the loss is {totals.sum('loss')}")
             middle = time.perf_counter()

@@ -48,8 +48,8 @@ class CacheElsewhere(RuntimeError):
 class DistilMicro:
     """Holds a micro-batch of distillation.
 
-    held: None on ranks that compute no loss, which are sent no draw cache. prox_logp_N, m2_limits:
-    see losses.cache.Cache; filled in by learner/passes.py.
+    held: None in fillers, and on ranks that compute no loss, which are sent no draw cache.
+    prox_logp_N, m2_limits: see losses.cache.Cache; filled in by learner/passes.py.
     """
 
     rows: Rows
@@ -80,9 +80,9 @@ class DistilMicro:
 def sft_micro(
     prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], layout: PackLayout
 ) -> SftMicro:
-    """Make a supervised micro-batch."""
-    rows = layout.pack(prompts, responses)
-    response_T = np.concatenate(list(responses)).astype(np.int64)
+    """Make a supervised micro-batch; without samples a filler."""
+    rows = layout.pack(prompts, responses) if prompts else layout.filler()
+    response_T = np.concatenate([np.zeros(0), *responses]).astype(np.int64)
     return SftMicro(rows, sent(response_T, layout.device))
 
 
@@ -91,7 +91,7 @@ def distil_micros(
 ) -> list[DistilMicro]:
     """Make the micro-batches of one mini-batch of this rank, in plan order.
 
-    Without a draw cache where the batch has none. routing: has checked the batch.
+    Without a draw cache where the batch has none, and in fillers. routing: has checked the batch.
     """
     token_end = np.cumsum(batch.prompt_B + batch.response_B)
     micros: list[DistilMicro] = []
@@ -102,13 +102,13 @@ def distil_micros(
             ids = batch.ids_S[token_end[b] - prompt - response : token_end[b]]
             prompts.append(ids[:prompt])
             responses.append(ids[prompt:])
-        rows = layout.pack(prompts, responses)
+        rows = layout.pack(prompts, responses) if samples else layout.filler()
         if routing is not None:
             rows.packing.routing = routing.micro(
                 batch.experts_of(samples), batch.gates_of(samples), rows.source_s
             )
         held = None
-        if isinstance(batch, RankBatch):
+        if samples and isinstance(batch, RankBatch):
             held = _micro_cache(batch, samples, layout.device)
         micros.append(DistilMicro(rows, held))
     return micros

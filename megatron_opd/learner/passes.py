@@ -62,10 +62,11 @@ class Passes:
         caches = self._caches(mini)
         if not self.world.last_stage:  # no log-probs here, and no loss
             return list(mini)
+        real, fillers = _without_fillers(mini)
         return [
             replace(micro, prox_logp_N=cache.student_logp_N)
-            for micro, cache in zip(mini, caches, strict=True)
-        ]
+            for micro, cache in zip(real, caches, strict=True)
+        ] + fillers
 
     def with_m2_limits(self, mini: Sequence[DistilMicro]) -> list[DistilMicro]:
         """Add M2PO's limits over all ranks to the mini-batch, where a trust region has one."""
@@ -77,7 +78,7 @@ class Passes:
         start = self.scores_start
         views = [
             m2_view(self.estimator, micro.cache(cache.student_logp_N, prox_is_student=start))
-            for micro, cache in zip(mini, caches, strict=True)
+            for micro, cache in zip(_without_fillers(mini)[0], caches, strict=True)
         ]
         together: list[View] = [
             (_gathered(parts[0]), _gathered(parts[1]), _gathered(parts[2]))
@@ -102,6 +103,12 @@ class Passes:
 
     def _caches(self, mini: Sequence[DistilMicro]) -> list[Cache]:
         return collect_caches(self.model, mini, self.world, self.head, self.temperature)
+
+
+def _without_fillers(mini: Sequence[DistilMicro]) -> tuple[list[DistilMicro], list[DistilMicro]]:
+    """Return the micro-batches of samples, and the fillers, which are the last of a mini-batch."""
+    real = [micro for micro in mini if not micro.rows.is_filler]
+    return real, list(mini[len(real) :])
 
 
 def compared_only(micro: DistilMicro) -> DistilMicro:

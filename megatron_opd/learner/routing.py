@@ -237,7 +237,7 @@ class Routing:
         self, values_XLk: np.ndarray, source_m: np.ndarray, dtype: np.dtype[Any]
     ) -> dict[int, torch.Tensor]:
         """Return what this rank's layers hold of its positions, -1 where there is no input."""
-        found_mLk = values_XLk[source_m].astype(dtype)
-        found_mLk[source_m < 0] = -1
+        found_mLk = np.full((len(source_m), *values_XLk.shape[1:]), -1, dtype)
+        found_mLk[source_m >= 0] = values_XLk[source_m[source_m >= 0]]
         found = sent(found_mLk, self.device)
         return {layer: found[:, i] for i, layer in enumerate(self.layers)}

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_opd.batching.plan import learner_plan
+from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.sft import SftConfig
 from megatron_opd.data.pairs import Pair, pair_rules, read_pairs
 from megatron_opd.data.written_tokenizer import cut_as_written
@@ -32,9 +33,11 @@ def batches(pairs: list[Pair], batch_size: int, seed: int) -> Iterator[list[Pair
         waiting = waiting[batch_size:]
 
 
-def rank_micros(batch: list[Pair], learner: MegatronLearner) -> Iterator[list[SftMicro]]:
+def rank_micros(
+    batch: list[Pair], learner: MegatronLearner, config: LearnerConfig
+) -> Iterator[list[SftMicro]]:
     """Yield this rank's micro-batches, a list for every mini-batch."""
-    plan = learner_plan([pair.num_tokens for pair in batch], learner.config)
+    plan = learner_plan([pair.num_tokens for pair in batch], config)
     for ranks in plan:
         yield [
             sft_micro(
@@ -47,27 +50,24 @@ def rank_micros(batch: list[Pair], learner: MegatronLearner) -> Iterator[list[Sf
 
 
 class Validation:
-    """Measures the mean negative log-likelihood of held-out response tokens, in nats.
-
-    Data-parallel ranks take equal shares: pairs beyond the last multiple are left out.
-    """
+    """Measures the mean negative log-likelihood of held-out response tokens, in nats."""
 
     def __init__(self, pairs: list[Pair], learner: MegatronLearner) -> None:
         parallel = learner.config.parallel
-        share = learner.config.num_mini_batches * parallel.dp
-        least = share * (parallel.pp if parallel.vpp > 1 else 1)
-        self._learner, self._pairs = learner, pairs[: len(pairs) // share * share]
-        if len(self._pairs) < least:
+        least = parallel.dp * (parallel.pp if parallel.vpp > 1 else 1)
+        if len(pairs) < least:
             raise ValueError(
-                "validation must hold at least learner.num_mini_batches * learner.parallel.dp "
-                f"pairs (times pp with vpp above 1), got {len(pairs)} and {least}"
+                "validation must hold at least learner.parallel.dp pairs (times pp with vpp above "
+                f"1), got {len(pairs)} and {least}"
             )
+        self._learner, self._pairs = learner, pairs
+        self._config = learner.config.model_copy(update={"num_mini_batches": 1})
 
     def loss(self) -> float:
         """Return the loss. Collective."""
-        totals = [self._learner.sft_loss(m) for m in rank_micros(self._pairs, self._learner)]
-        tokens = sum(each.sum("tokens") for each in totals)
-        return sum(each.sum("loss") for each in totals) / tokens
+        (micros,) = rank_micros(self._pairs, self._learner, self._config)
+        totals = self._learner.sft_loss(micros)
+        return totals.sum("loss") / totals.sum("tokens")
 
 
 def run_sft(config: SftConfig) -> None:
@@ -99,7 +99,7 @@ def run_sft(config: SftConfig) -> None:
         report(Row(0, validation_loss=validation.loss()))
     for update in range(updates):
         loss_sum, tokens, norm = 0.0, 0, 0.0
-        for micros in rank_micros(next(source), learner):
+        for micros in rank_micros(next(source), learner, config.learner):
             step = learner.sft_step(micros, update)
             loss_sum += step.totals.sum("loss")
             tokens += int(step.totals.sum("tokens"))

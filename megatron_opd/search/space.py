@@ -58,9 +58,17 @@ def powers(most: int) -> list[int]:
     return [2**i for i in range(max(0, most).bit_length())]
 
 
-def divisors(number: int) -> list[int]:
-    """Return all numbers that divide `number`."""
-    return [i for i in range(1, number + 1) if number % i == 0]
+def replicas(samples: int, ranks: int, gpus: int, node: int) -> list[int]:
+    """Return the numbers of data-parallel copies, of `ranks` each, that are worth trying.
+
+    Those that fit, in a node or in whole nodes, and of which the one with most of the mini-batch's
+    samples has fewer than with fewer copies.
+    """
+    found: dict[int, int] = {}
+    for count in range(1, min(samples, gpus // ranks) + 1):
+        if ranks * count <= node or ranks * count % node == 0:
+            found.setdefault(-(-samples // count), count)
+    return list(found.values())
 
 
 def layouts(
@@ -69,13 +77,14 @@ def layouts(
     """Yield the learner's layouts of at most `gpus` ranks: a node's or less, or whole nodes."""
     now, learner = config.learner.parallel, config.learner
     key = "learner.parallel"
-    shares = config.buffer.batch_size // learner.num_mini_batches
+    samples = config.buffer.batch_size // learner.num_mini_batches
     for tp in pins.of(f"{key}.tp", now.tp, powers(node)):
         for pp in pins.of(f"{key}.pp", now.pp, powers(spec.num_layers)):
             for cp in pins.of(f"{key}.cp", now.cp, powers(LARGEST_CP)):
-                for dp in pins.of(f"{key}.dp", now.dp, divisors(shares)):
+                copies = replicas(samples, tp * pp * cp, gpus, node)
+                for dp in pins.of(f"{key}.dp", now.dp, copies):
                     ranks = tp * pp * cp * dp
-                    if ranks > gpus or shares % dp or (ranks > node and ranks % node):
+                    if ranks > gpus or samples < dp or (ranks > node and ranks % node):
                         continue
                     experts = powers(min(LARGEST_EP, spec.num_experts)) or [1]
                     for ep in pins.of(f"{key}.ep", now.ep, experts):

@@ -44,7 +44,8 @@ def bubble_factor(config: Config) -> float:
     learner, parallel = config.learner, config.learner.parallel
     lengths = config.simulation.lengths
     mean = (lengths.mean or config.rollout.max_new_tokens / 2) + lengths.prompt_tokens
-    samples = config.buffer.batch_size / (learner.num_mini_batches * parallel.dp)
+    # of the rank with most
+    samples = math.ceil(config.buffer.batch_size / (learner.num_mini_batches * parallel.dp))
     budget = max(mean, learner.max_tokens_per_microbatch * parallel.cp)
     micros = max(1, math.ceil(samples * mean / budget))
     return 1 + (parallel.pp - 1) / (parallel.vpp * micros)

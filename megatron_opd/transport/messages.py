@@ -107,11 +107,12 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
 class Train(msgspec.Struct, frozen=True, tag=True):
     """Asks for one update on the share of a batch that follows in raw frames.
 
-    plan[mini-batch][micro-batch] = sample indices of this share. parts: none where the columns of
-    all samples follow; otherwise (address, key) of every sample, to be taken from the data worker
-    there, and ("", "") for one whose columns follow on their own (transport/frames.py). sizes:
-    where there are parts, what the controller knows of every sample, see frames.sizes_of. bound:
-    refuses the update before its optimizer step where the mismatch exceeds it; None: nothing does.
+    plan[mini-batch][micro-batch] = sample indices of this share; none: a filler. parts: none where
+    the columns of all samples follow; otherwise (address, key) of every sample, to be taken from
+    the data worker there, and ("", "") for one whose columns follow on their own
+    (transport/frames.py). sizes: where there are parts, what the controller knows of every sample,
+    see frames.sizes_of. bound: refuses the update before its optimizer step where the mismatch
+    exceeds it; None: nothing does.
     """
 
     call: int
@@ -210,11 +211,13 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
 
     lock: absolute path of the run directory's run.lock, None for a controller without one. shared:
     every rank writes checkpoints there, so every rank must see it; otherwise rank 0 alone does.
+    attempt: names the learner that the rank is part of, of those that a run has one after another.
     """
 
     lock: str | None
     claim: str
     shared: bool
+    attempt: str = ""
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
@@ -302,12 +305,13 @@ class Done(msgspec.Struct, frozen=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """Says that a rank cannot continue, so that the learner ends. reason: one line.
 
-    final: another learner would end in the same way.
+    final: another learner would end in the same way. attempt: of its Welcome; empty before that.
     """
 
     rank: int
     reason: str
     final: bool = True
+    attempt: str = ""
 
 
 Reply = Hello | Done | Failed

@@ -7,6 +7,7 @@ the rank. Peers have shown the learner's key before any message of theirs arrive
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -45,6 +46,8 @@ class Roster:
 
     def __init__(self, expected: Expected) -> None:
         self._expected = expected
+        self.attempt = secrets.token_hex(8)
+        """Names this learner: a rank of one before it may report its end to this one's address."""
         self._ranks: dict[bytes, int] = {}
         self.heads: dict[int, bytes] = {}
         self.info: LearnerInfo | None = None
@@ -83,7 +86,9 @@ class Roster:
         match reply:
             case Hello():
                 return self._hello(identity, rank, reply)
-            case Failed(rank=named, reason=reason, final=final):
+            case Failed(rank=named, reason=reason, final=final, attempt=attempt):
+                if attempt not in ("", self.attempt):
+                    return "a failure report of an earlier learner's rank"
                 if rank is None and not 0 <= named < self._expected.world_size:
                     return "a failure report of an unknown rank"
                 who = named if rank is None else rank

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import zmq
 import zmq.asyncio
+from msgspec.structs import replace
 
 from megatron_opd.batching.shares import Share
 from megatron_opd.checkpoint.run_lock import Claim
@@ -125,26 +126,9 @@ class RemoteLearner:
             digests=admission.digests,
         )
         self._roster = Roster(self._expected)
-        self._keys_refused = 0
         self._refusals = Refusals(logger, "on the learner's socket")
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, 0)
-        guard_socket(self._socket, MAX_REPLY_BYTES)
-        self._gate = Gate(
-            self._context, self._socket, admission.keys.controller, admission.keys.admitted
-        )
-        host, port = self._config.listen_host, self._config.listen_port
-        try:
-            self._socket.bind(f"tcp://{host}:{port or '*'}")
-        except zmq.ZMQError as error:
-            self._gate.close()
-            self._context.destroy(linger=0)
-            raise ValueError(
-                f"learner.listen_host, learner.listen_port: cannot listen on {host}:{port}: {error}"
-            ) from None
+        self._keys = admission.keys
+        self._open(f"tcp://{self._config.listen_host}:{self._config.listen_port or '*'}")
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._failure: LearnerError | None = None
         self._silent: LearnerError | None = None
@@ -173,9 +157,36 @@ class RemoteLearner:
         """Returns why the learner is of no use, or that it was silent when last asked."""
         return self._failure or self._silent
 
+    def _open(self, address: str) -> None:
+        self._keys_refused = 0
+        self._context = zmq.asyncio.Context()
+        self._socket = self._context.socket(zmq.ROUTER)
+        self._socket.set(zmq.ROUTER_MANDATORY, 1)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.SNDHWM, 0)
+        guard_socket(self._socket, MAX_REPLY_BYTES)
+        keys = self._keys
+        self._gate = Gate(self._context, self._socket, keys.controller, keys.admitted)
+        try:
+            self._socket.bind(address)
+        except zmq.ZMQError as error:
+            self._gate.close()
+            self._context.destroy(linger=0)
+            raise ValueError(
+                "learner.listen_host, learner.listen_port: cannot listen on "
+                f"{address.removeprefix('tcp://')}: {error}"
+            ) from None
+
     def start_over(self) -> None:
-        """Forget a learner that is gone, so that another one can join at the same address."""
+        """Close the connections of a learner that is lost; another can join at the same address.
+
+        Those of its ranks that are still there end as their connections do (learner/channel.py):
+        nobody else may be there to end them, and they would wait for a peer or for work for ever.
+        """
+        self._close(linger_ms=0)
         self._roster, self._failure, self._silent = Roster(self._expected), None, None
+        self._open(self.address)
+        self._changed.set()
 
     async def wait_ready(self, timeout_s: float) -> LearnerInfo:
         """Wait until every rank has loaded the model."""
@@ -287,15 +298,18 @@ class RemoteLearner:
 
     def close(self) -> None:
         """Close the socket without a message; safe to call twice."""
+        self._failure = self._failure or LearnerError("the connection to the learner is closed")
+        self._changed.set()
+        self._close(LINGER_MS)
+
+    def _close(self, linger_ms: int) -> None:
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()
-        self._failure = self._failure or LearnerError("the connection to the learner is closed")
-        self._changed.set()
         if not self._context.closed:
             self._gate.close()
-            self._socket.close(linger=LINGER_MS)
-            self._context.destroy(linger=LINGER_MS)
+            self._socket.close(linger=linger_ms)
+            self._context.destroy(linger=linger_ms)
 
     def _with_shares(
         self, requests: Sequence[Request], shares: Sequence[Share]
@@ -356,17 +370,11 @@ class RemoteLearner:
         return result
 
     async def _wait(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
-        if not self._tasks and self._failure is None:
-            self._tasks = [
-                asyncio.create_task(self._gate.answer(), name="learner gate"),
-                asyncio.create_task(self._receive(), name="learner replies"),
-            ]
-            for task in self._tasks:
-                task.add_done_callback(self._ended)
         deadline = time.monotonic() + timeout_s
         while not condition():
             if self._failure is not None:
                 raise self._failure
+            self._listen()
             self._changed.clear()
             try:
                 async with asyncio.timeout(deadline - time.monotonic()):
@@ -376,6 +384,17 @@ class RemoteLearner:
                 self._silent = LearnerError(said, final=False)
                 raise self._silent from None
         self._silent = None
+
+    def _listen(self) -> None:
+        """Start the tasks that hear ranks, if there are none since the socket was opened."""
+        if self._tasks:
+            return
+        self._tasks = [
+            asyncio.create_task(self._gate.answer(), name="learner gate"),
+            asyncio.create_task(self._receive(), name="learner replies"),
+        ]
+        for task in self._tasks:
+            task.add_done_callback(self._ended)
 
     async def _receive(self) -> None:
         poller = zmq.asyncio.Poller()
@@ -430,7 +449,8 @@ class RemoteLearner:
             if ignored is not None:
                 await self._answer(identity, Refused(ignored))
                 return
-            if not await self._answer(identity, self._welcome):
+            welcome = replace(self._welcome, attempt=self._roster.attempt)
+            if not await self._answer(identity, welcome):
                 # its connection may have ended before we knew whose it was
                 gone = f"learner rank {reply.rank} is gone: it left before its welcome"
                 self._fail(gone, final=False)

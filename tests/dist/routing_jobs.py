@@ -28,7 +28,8 @@ def logits_of(learner: MegatronLearner, micros: Sequence[DistilMicro]) -> list[t
         found.append(out_1s[0].clone())
         return out_1s.sum(dtype=torch.float64), Totals.of(out_1s.device, sums={"count": 1})
 
-    run_mini_batch(learner.model, micros, collect, learner.world, forward_only=True)
+    model, head = learner.model, learner.head
+    run_mini_batch(model, head, micros, collect, learner.world, forward_only=True)
     return found
 
 

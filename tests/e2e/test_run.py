@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -29,6 +30,7 @@ from tests.e2e.runs import (
 )
 from tests.e2e.weight_sync import differing, give, load_tensors
 from tests.support.figures import bounded
+from tests.support.paths import ROOT
 from tests.support.secrets import all_arguments, found_in, secrets_in
 from tests.support.sockets import listening
 
@@ -117,10 +119,8 @@ def test_two_teachers_choose_the_ids(
 ):
     """Every prompt is scored by the teacher that its row names, on ids that this one selects.
 
-    The run starts the second teacher only; the other servers were there. Each learner rank trains
-    on its part of the batch.
+    The run starts the second teacher only; the other servers were there.
     """
-    parallel = {"dp": 2}
     rows = [{"prompt": f"{i}+{i}=", "by": ("teacher", "twin")[i % 2]} for i in range(16)]
     data = tmp_path / "named.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -131,7 +131,6 @@ def test_two_teachers_choose_the_ids(
         run={"max_steps": 2},
         data={"train": str(data), "teacher_key": "by"},
         teachers={"twin": {**twin, "context_length": 256}},
-        learner={"parallel": parallel},
         support={"type": "teacher_topk", "k": 8},
         objective={"type": "forward_kl"},
         **shared,
@@ -139,7 +138,7 @@ def test_two_teachers_choose_the_ids(
     running = start(config)
     running.wait_until(running.has_updated)
     done = running.finish(START_TIMEOUT_S)
-    matched(done, 2, parallel)
+    matched(done, 2, {})
     summary = done.summary
     assert set(summary["teacher_accuracy_pct_by_name"]) == {"teacher", "twin"}
     logs = {path.name for path in (done.run_dir / "logs").iterdir()}
@@ -212,9 +211,10 @@ def test_servers_that_hold_another_model_are_refused_before_the_first_step(
 
 
 def matched(done: Finished, updates: int, parallel: dict[str, int]) -> None:
-    """Assert that a run with this layout of two learner ranks trained and matched the sampler.
+    """Assert that a run with this layout of learner ranks trained and matched the sampler.
 
-    It compared digests after each of its weight syncs, else it would have failed.
+    Experts of their own: test_torchrun_scripts.py. It compared digests after each of its weight
+    syncs, else it would have failed.
     """
     assert done.code == 0, done.output
     assert done.summary["updates"] == updates
@@ -316,24 +316,39 @@ def test_a_server_that_dies_while_starting_shows_its_log(
     assert done.summary["status"] == "failed"
 
 
-def test_two_learner_ranks_with_experts_of_their_own(
+def test_the_example_of_one_node_on_a_cpu(
     inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
 ):
-    """The other axes share a run with another subject: tensors with the exact staleness, data with
-    two teachers, layers with a nonsense teacher.
-    """
-    parallel = {"dp": 2, "ep": 2}
-    config = write_config(
-        inputs,
-        tmp_path,
-        run={"max_steps": 2},
-        learner={"parallel": parallel},
-        evaluation={"problems": 0},
-        **shared,
-    )
+    """Its three learner ranks share mini-batches that three does not divide; fewer samples here."""
+    tree = yaml.safe_load((ROOT / "examples" / "cluster" / "one_node" / "config.yaml").read_text())
+    sizes = {"max_tokens_per_microbatch": 64, "threads": 1, "optimizer": {"lr": 1e-3}}
+    smaller: Sections = {
+        "run": {"dir": str(tmp_path / "run"), "max_steps": 2},
+        "data": {
+            "train": str(inputs / "train.jsonl"),
+            "heldout": None,
+            "chat_template": False,
+            "max_prompt_tokens": 16,
+        },
+        **{
+            role: {"model": str(inputs / role), "dtype": "float32", **shared[role]}
+            for role in ("student", "teacher")
+        },
+        "rollout": {"max_new_tokens": 16, "concurrency": 32},
+        "buffer": {"batch_size": 32},
+        "learner": {"dtype": "float32", **sizes},
+        "evaluation": {"problems": 0},
+    }
+    for name, values in smaller.items():
+        kept = {} if name in ("student", "teacher") else tree[name]
+        tree[name] = {**kept, **values}
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(tree))
     running = start(config)
     running.wait_until(running.has_updated)
-    matched(running.finish(START_TIMEOUT_S), 2, parallel)
+    done = running.finish(START_TIMEOUT_S)
+    matched(done, 2, tree["learner"]["parallel"])
+    assert [row["num_samples"] for row in done.rows] == [32, 32]
 
 
 def test_eval_of_checkpoints(inputs: Path, tmp_path: Path):

@@ -9,14 +9,19 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
+
 from tests.support.paths import ROOT
 
+LISTENING = "0A"  # in /proc/net/tcp
 # in its own user and network namespace: a bridge, and a held namespace for each address
 HOLD = r"""
 set -e
@@ -49,12 +54,15 @@ class Network:
     holder: int
     machines: dict[str, int]
 
+    def inside(self, address: str | None) -> list[str]:
+        """The start of a command line that runs on a machine; None: where the bridge is."""
+        pid = self.holder if address is None else self.machines[address]
+        return ["nsenter", "--user", "--preserve-credentials", "--net", "--target", str(pid)]
+
     def start(self, address: str | None, *words: str) -> subprocess.Popen[str]:
         """Start a Python program on the machine with this address; None: where the bridge is."""
-        pid = self.holder if address is None else self.machines[address]
-        enter = ["nsenter", "--user", "--preserve-credentials", "--net", "--target", str(pid)]
         return subprocess.Popen(
-            [*enter, sys.executable, *words],
+            [*self.inside(address), sys.executable, *words],
             cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"},
             stdin=subprocess.PIPE,
@@ -62,6 +70,29 @@ class Network:
             stderr=subprocess.STDOUT,
             text=True,
         )
+
+    def processes(self, address: str) -> set[psutil.Process]:
+        """What runs on a machine now, besides the process that holds it."""
+        holder = self.machines[address]
+        here = os.readlink(f"/proc/{holder}/ns/net")
+        found: set[psutil.Process] = set()
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError):  # it has ended
+                if process.pid != holder and os.readlink(f"/proc/{process.pid}/ns/net") == here:
+                    found.add(process)
+        return found
+
+    def listening(self, address: str) -> set[str]:
+        """The addresses on which a machine has a TCP listener."""
+        found: set[str] = set()
+        for kind, bits in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+            table = Path(f"/proc/{self.machines[address]}/net/{kind}").read_text().splitlines()
+            for _, local, _, state, *_ in (row.split() for row in table[1:]):
+                if state == LISTENING:
+                    words = struct.iter_unpack("=I", bytes.fromhex(local.partition(":")[0]))
+                    packed = b"".join(struct.pack(">I", word) for (word,) in words)
+                    found.add(socket.inet_ntop(bits, packed))
+        return found
 
 
 def why_not() -> str | None:

@@ -19,9 +19,30 @@ def test_every_rank_goes_from_heavy_to_light(lengths: list[int], budget: int):
     assert {sum(map(len, rank)) for rank in ranks} == {4}, "as many samples on every rank"
 
 
-@given(st.lists(st.integers(1, 300), min_size=12, max_size=12))
+@given(
+    st.lists(st.integers(1, 300), min_size=3, max_size=40),
+    st.integers(1, 600),
+    st.integers(1, 3),
+)
+def test_ranks_that_divide_nothing(lengths: list[int], budget: int, ranks: int):
+    found = pack_apart(range(len(lengths)), lengths, ranks=ranks, budget=budget)
+    shares = [sum(map(len, rank)) for rank in found]
+    assert sum(shares) == len(lengths)
+    assert max(shares) - min(shares) <= 1
+    (count,) = {len(micros) for micros in found}
+    assert any(all(micros) for micros in found), "as many as some rank has micro-batches"
+    for micros, held in zip(found, shares, strict=True):
+        fillers = [micro for micro in micros if not micro]
+        assert len(fillers) == max(0, count - held), "only where no sample is left to be alone"
+
+
+def test_a_rank_of_fewer_samples_runs_a_filler():
+    assert pack_apart(range(3), [5, 5, 5], ranks=2, budget=5) == [[[0], [2]], [[1], []]]
+
+
+@given(st.lists(st.integers(1, 300), min_size=12, max_size=15))
 def test_ranks_are_balanced(lengths: list[int]):
-    loads = [load_of(share, lengths) for share in share_out(range(12), lengths, 4)]
+    loads = [load_of(share, lengths) for share in share_out(range(len(lengths)), lengths, 4)]
     # Equal counts: exchanging one sample pair could not gain more than the longest sample.
     assert max(loads) - min(loads) <= max(lengths)
 

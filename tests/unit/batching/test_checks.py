@@ -122,6 +122,14 @@ def test_columns_are_checked_against_each_other(column, change, words: str):
         checked(replace(BATCH, **{column: values}))
 
 
+@pytest.mark.parametrize("plan", [[[[], [0, 1, 2]]], [[[0, 1, 2]], []], [[[0, 1, 2]], [[]]]])
+def test_a_mini_batch_begins_with_samples(plan: list):
+    whole = {"vocab_size": 512, "num_experts": 0, "sampled": True}
+    with pytest.raises(ValueError, match="begin each mini-batch with a micro-batch of samples"):
+        check_batch(replace(BATCH, plan=plan), **whole)
+    check_batch(replace(BATCH, plan=[[[0, 1, 2], []]]), **whole)
+
+
 def test_a_plan_names_every_sample_once():
     for plan in ([[[0, 1]]], [[[0, 1, 2, 2]]], [[[0, 1, 3]]], [[[-1, 0, 1]]]):
         with pytest.raises(ValueError, match="plan must name each of 3 samples once"):

@@ -11,8 +11,7 @@ from megatron_opd.config.learner import LearnerConfig
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
     minis, ranks = draw(st.integers(1, 3)), draw(st.integers(1, 4))
-    each = draw(st.integers(1, 8))
-    count = minis * ranks * each
+    count = minis * draw(st.integers(ranks, 8 * ranks))
     lengths = draw(st.lists(st.integers(1, 300), min_size=count, max_size=count))
     return lengths, minis, ranks, draw(st.integers(1, 600))
 
@@ -28,9 +27,17 @@ def test_plan_invariants(problem: tuple[list[int], int, int, int], lockstep: boo
         held = sorted(i for rank in mini for micro in rank for i in micro)
         assert held == list(range(index * per_mini, (index + 1) * per_mini)), "admission order"
         assert len({len(rank) for rank in mini}) == 1, "as many micro-batches on every rank"
+        if not lockstep:
+            shares = [sum(map(len, rank)) for rank in mini]
+            assert max(shares) - min(shares) <= 1, "as many samples, or one more"
+        steps = list(zip(*mini, strict=True))
+        assert all(any(step) for step in steps), "no step of fillers alone"
+        if per_mini % ranks == 0:
+            assert all(all(step) for step in steps), "no filler"
         for rank in mini:
+            assert rank[0], "a sample on every rank, and first"
+            assert rank == sorted(rank, key=lambda micro: not micro), "fillers last"
             for micro in rank:
-                assert micro
                 assert micro == sorted(micro)
                 assert sum(lengths[i] for i in micro) <= budget or len(micro) == 1
 
@@ -56,9 +63,27 @@ def test_ranks_that_share_experts_keep_step(parallel: dict[str, int], expected: 
     assert learner_plan([30, 6, 6, 6, 6, 6], config) == [expected]
 
 
-@pytest.mark.parametrize(("count", "minis", "ranks"), [(0, 1, 1), (3, 2, 1), (4, 1, 3), (6, 2, 2)])
-def test_an_unequal_share_is_refused(count: int, minis: int, ranks: int):
-    with pytest.raises(ValueError, match=rf"got {count} and {minis} \* {ranks}"):
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_a_mini_batch_of_64_on_three_ranks(lockstep: bool):
+    """AsyncOPD's split of 8 GPUs. Alone, 64 samples leave two of 66 places to fillers."""
+    lengths = [10 + i * 137 % 389 for i in range(128)]
+    packed = plan_batch(lengths, 2, 3, 1000, lockstep=lockstep)
+    for mini in packed:
+        loads = [sum(lengths[i] for micro in rank for i in micro) for rank in mini]
+        assert max(loads) < 1.02 * sum(loads) / 3
+        assert all(micro for rank in mini for micro in rank)
+    for mini in plan_batch(lengths, 2, 3, 1, lockstep=lockstep):
+        assert sorted(sum(map(len, rank)) for rank in mini) == [21, 21, 22]
+        assert [len(rank) for rank in mini] == [22] * 3
+        assert sum(not micro for rank in mini for micro in rank) == 2
+
+
+@pytest.mark.parametrize(("count", "minis", "ranks"), [(0, 1, 1), (3, 2, 1), (2, 1, 3), (6, 2, 4)])
+def test_unequal_mini_batches_and_ranks_without_a_sample_are_refused(
+    count: int, minis: int, ranks: int
+):
+    text = rf"at least {ranks} samples .* got {count} samples and num_mini_batches={minis}"
+    with pytest.raises(ValueError, match=text):
         plan_batch([1] * count, minis, ranks, 10)
 
 
@@ -83,5 +108,7 @@ def test_the_learner_s_plan_fits_its_layout(lengths, stages, cp, budget):
 
 
 def test_too_few_samples_for_the_stages():
-    with pytest.raises(ValueError, match="must hold at least 4 samples, got 2"):
-        plan_batch([1, 1, 1, 1], 1, 2, 10, least_micros=4)
+    with pytest.raises(ValueError, match=r"at least 8 samples \(4 for each of 2 .* got 7"):
+        plan_batch([1] * 7, 1, 2, 10, least_micros=4)
+    ((first, second),) = plan_batch([1] * 9, 1, 2, 10, least_micros=4)
+    assert len(first) == len(second) == 4

@@ -25,6 +25,9 @@ def test_every_sample_comes_back_once_in_order(lengths, parallel, budget):
     samples = [make_sample(uid, length) for uid, length in enumerate(lengths)]
     cut = scoring_shares(samples, 31, config)
     assert len(cut.shares) == config.parallel.dp
+    ranks, least = config.parallel.dp, config.parallel.pp if config.parallel.vpp > 1 else 1
+    scored = max(len(samples), ranks * least)
+    assert sum(len(share.samples) for share in cut.shares) == scored, "none twice but for want"
     micros = {len(share.plan[0]) for share in cut.shares}
     assert len(micros) == 1, "ranks meet in collectives"
     assert all(len(share.plan) == 1 for share in cut.shares), "one mini-batch"

@@ -14,7 +14,7 @@ from megatron_opd.batching.steps import Step, by_rank, load_of, pack_steps
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[list[int], int, int, int]:
     ranks, least, more = (draw(st.integers(low, 5)) for low in (1, 1, 0))
-    count = ranks * (least + more)
+    count = ranks * (least + more) + draw(st.integers(0, ranks - 1))
     lengths = draw(st.lists(st.integers(1, 300), min_size=count, max_size=count))
     return lengths, ranks, draw(st.integers(1, 600)), least
 
@@ -31,12 +31,16 @@ def test_invariants(problem: tuple[list[int], int, int, int]):
 
     assert sorted(i for step in steps for micro in step for i in micro) == list(range(len(lengths)))
     assert len(steps) >= least
+    empty = [sum(not micro for micro in step) for step in steps]
+    assert empty.count(0) >= len(steps) - 1
+    assert max(empty) < ranks
+    if any(empty):
+        assert len(steps) == -(-len(lengths) // ranks), "a filler only where each is alone"
     for step in steps:
         assert len(step) == ranks, "a micro-batch for every rank"
         loads = [load_of(micro, lengths) for micro in step]
         assert loads == sorted(loads, reverse=True)
         for micro, load in zip(step, loads, strict=True):
-            assert micro
             assert load <= budget or len(micro) == 1
     heaviest = [load_of(step[0], lengths) for step in steps]
     assert all(a >= b for a, b in pairwise(heaviest)), "heaviest steps first"

@@ -37,9 +37,9 @@ def test_without_a_gpu_the_node_has_what_is_needed(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
     assert main(["check", ONE_NODE]) == 0
     rows, note = drawn(capsys)
-    students = [[str(2 + i), f"student server {i}", "63.2 GiB"] for i in range(5)]
+    students = [[str(3 + i), f"student server {i}", "63.2 GiB"] for i in range(4)]
     assert rows == [
-        ["0-1", "learner (2 ranks)", "52.8 GiB"],
+        ["0-2", "learner (3 ranks)", "49.6 GiB"],
         *students,
         ["7", "teacher server 0", "69.5 GiB"],
     ]

@@ -222,8 +222,8 @@ def test_equal_arguments_give_equal_outcomes_and_another_seed_another() -> None:
 def test_costs_must_go_with_the_configuration() -> None:
     with pytest.raises(UserError, match=r"teachers must name every teacher, missing teacher$"):
         simulate(config_of(), costs_of(teachers={}), ALIKE)
-    with pytest.raises(UserError, match=r"learner\.ranks, got 8 for 1 \* 3$"):
-        simulate(config_of(), costs_of(learner=LearnerCost(token_s=0.0, ranks=3)), ALIKE)
+    with pytest.raises(UserError, match=r"learner\.ranks, got 8 / 1 and 9$"):
+        simulate(config_of(), costs_of(learner=LearnerCost(token_s=0.0, ranks=9)), ALIKE)
 
 
 def test_groups_that_are_dropped_for_their_rewards_are_sampled_besides() -> None:

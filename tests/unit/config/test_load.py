@@ -101,7 +101,10 @@ def test_each_mistake_names_key_rule_and_value(tmp_path: Path, override: str, wo
 
 def test_rules_across_sections_name_all_their_keys(tmp_path: Path):
     message = error_of(
-        write(tmp_path, MINIMAL), "buffer.batch_size=6", "learner.parallel={ep: 2, dp: 4}"
+        write(tmp_path, MINIMAL),
+        "buffer.batch_size=6",
+        "learner.num_mini_batches=2",
+        "learner.parallel={ep: 2, dp: 4}",
     )
     for word in ("buffer.batch_size", "learner.num_mini_batches", "learner.parallel", "6", "4"):
         assert word in message
@@ -162,14 +165,16 @@ def test_the_estimator_is_validated_once_a_config_and_anew_for_a_changed_copy(
     minis=st.integers(1, 4),
     dp=st.integers(1, 8),
 )
-def test_batch_rule_accepts_exactly_the_divisible(batch: int, minis: int, dp: int):
+def test_batch_rule_accepts_equal_mini_batches_with_a_sample_for_every_rank(
+    batch: int, minis: int, dp: int
+):
     tree = {
         **MINIMAL,
         "buffer": {"batch_size": batch},
         "learner": {"num_mini_batches": minis, "parallel": {"dp": dp}},
     }
-    if batch % (minis * dp):
-        with pytest.raises(ValueError, match="multiple of"):
+    if batch % minis or batch // minis < dp:
+        with pytest.raises(ValueError, match="multiple of" if batch % minis else "a sample for"):
             Config.model_validate(tree)
     else:
         assert Config.model_validate(tree).learner.parallel.dp == dp

@@ -61,9 +61,14 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["objective={type: forward_kl}"],
     ),
     (
-        ["buffer.batch_size=6", "learner.parallel={ep: 2, dp: 4}"],
-        ["buffer.batch_size", "learner.num_mini_batches", "6", "4"],
+        ["buffer.batch_size=7", "learner.num_mini_batches=2"],
+        ["buffer.batch_size", "learner.num_mini_batches", "7", "2"],
         ["buffer.batch_size=8"],
+    ),
+    (
+        ["buffer.batch_size=6", "learner.num_mini_batches=2", "learner.parallel={ep: 2, dp: 4}"],
+        ["buffer.batch_size", "learner.num_mini_batches", "6 / 2", "dp=4"],
+        ["buffer.batch_size=10"],
     ),
     (
         ["buffer.batch_size=4", "learner.parallel={pp: 4, vpp: 2, dp: 2}"],

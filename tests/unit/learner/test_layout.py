@@ -91,6 +91,27 @@ def test_filler_changes_no_token_and_no_place(sizes: list[tuple[int, int]], cp: 
     assert sorted(predicted) == list(range(sum(r for _, r in sizes)))
 
 
+@pytest.mark.parametrize("tokens", [None, 500])
+@pytest.mark.parametrize(("tp", "cp", "multiple"), [(1, 1, 1), (2, 1, 1), (1, 2, 1), (2, 4, 16)])
+def test_a_filler_is_as_short_as_may_be_and_predicts_a_token_on_one_rank(
+    tp: int, cp: int, multiple: int, tokens: int | None
+):
+    predicted = 0
+    for cp_rank in range(cp):
+        layout = PackLayout(CPU, tp, cp, cp_rank, fixed_tokens=tokens, rank_multiple=multiple)
+        rows = layout.filler()
+        assert rows.is_filler
+        assert not layout.pack(*samples([(1, 1)])).is_filler
+        unit = layout.total_multiple
+        assert rows.total_tokens == (unit if tokens is None else -(-tokens // unit) * unit)
+        assert rows.filler_1s.all()
+        assert rows.filler_1s.shape == rows.ids_1s.shape
+        assert (rows.source_s == -1).all()
+        assert max(rows.packing.keys.lengths) == layout.segment_multiple
+        predicted += len(rows.logit_row_t)
+    assert predicted == 1
+
+
 @pytest.mark.parametrize("cp", [1, 2, 4])
 def test_transformer_engine_is_told_of_no_padding_between_segments(cp: int):
     """Both its ways to find out say so, and neither compares values (which would wait).

@@ -1,19 +1,21 @@
 """The controller's socket against scripted ranks."""
 
 import asyncio
+import queue
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from megatron_opd.learner.channel import Channel
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.frames import from_frames
 from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
 from megatron_opd.types import Batch
 from sglang_bridge.protocol import WeightPiece
 from tests.support.batches import FIGURES, SCORES, done, make_batch, make_shares, silent
-from tests.support.wire import KEYS, Rank, config, drive
+from tests.support.wire import KEYS, Rank, channel, config, drive, hello
 
 
 def test_each_head_receives_exactly_its_own_samples():
@@ -192,6 +194,46 @@ def test_a_rank_says_whether_another_learner_would_end_so_too(final: bool):
         assert not remote.ready, "another learner is awaited"
 
     drive(body, [lambda request: m.Failed(0, "RuntimeError: lost", final)])
+
+
+def test_a_lost_learner_s_other_ranks_end_and_another_learner_joins():
+    """Before: they kept their connections, and waited for work for ever."""
+    told: list[queue.Queue[str]] = [queue.Queue() for _ in range(4)]
+
+    async def joined(remote: RemoteLearner, said: list[queue.Queue[str]]) -> list[Channel]:
+        ends = [channel(remote.address, on_lost=lost.put) for lost in said]
+        joins = [asyncio.to_thread(end.join, hello(i, 2)) for i, end in enumerate(ends)]
+        await asyncio.gather(remote.wait_ready(5), *joins)
+        return ends
+
+    async def main() -> None:
+        remote = RemoteLearner(config(parallel={"dp": 2}), Admission(KEYS, {}, 512))
+        ends: list[Channel] = []
+        try:
+            first, lost = await joined(remote, told[:2])
+            ends.append(first)
+            await asyncio.to_thread(lost.close)
+            assert str(await remote.failed()) == "learner rank 1 is gone: its connection ended"
+            assert told[0].empty()
+            remote.start_over()
+            waiting = asyncio.create_task(remote.wait_ready(20))
+            gone = f"the controller at {remote.address} is gone: this rank ends"
+            assert await asyncio.to_thread(told[0].get, timeout=20) == gone
+            # what it still has to say is not about the learner that comes
+            first.report(RuntimeError("a peer is gone"), final=True)
+            while not remote.frames_refused:  # noqa: ASYNC110  it is a count
+                await asyncio.sleep(0.01)
+            assert remote.failure is None
+            ends += await joined(remote, told[2:])
+            await waiting
+            assert told[2].empty()
+            assert told[3].empty()
+        finally:
+            remote.close()
+            for end in ends:
+                end.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_an_answer_of_the_wrong_kind_is_refused():
