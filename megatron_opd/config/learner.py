@@ -34,7 +34,8 @@ class ParallelConfig(Section):
 
     tp: Processes = 1
     """Tensor-parallel ranks; sequence parallelism is on above 1. Raising it splits weights and
-    activations and communicates in every layer: keep it within a node."""
+    activations and communicates in every layer: keep it within a node. Above the model's key-value
+    heads, of which it is then a multiple, every rank also gathers the queries and keys of all."""
     cp: Processes = 1
     """Context-parallel ranks, which share the tokens of a sequence. Raising it splits activations
     of long sequences and communicates in every attention layer."""

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from megatron_opd.models.families import Key, Row, hf_names, locate, row_of
 from megatron_opd.models.ranks import Placement
 from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import qkv_parts, row_shapes
 
 
 class TensorSource(Protocol):
@@ -90,7 +91,7 @@ def cut(shard: Shard, spec: ModelSpec, source: TensorSource) -> torch.Tensor:
     """Read this rank's piece from full tensors."""
     shape = tuple(shard.parameter.shape)
     if shard.row.fusion == "qkv":
-        return _cut_qkv(shard, spec, source, shape)
+        return _cut_qkv(shard, spec, source)
     if shard.row.fusion == "gate_up":
         half = shape[0] // 2
         full = (half * shard.count, *shape[1:])
@@ -115,18 +116,20 @@ def _cut_vocab(
     return F.pad(rows, (0, 0, 0, shape[0] - length))
 
 
-def _cut_qkv(
-    shard: Shard, spec: ModelSpec, source: TensorSource, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """Interleave by KV group: [q.. of the group, k, v]."""
-    groups = spec.num_kv_heads // shard.count
-    ratio = spec.num_heads // spec.num_kv_heads
-    parts: list[torch.Tensor] = []
-    for name, heads in zip(shard.names, (ratio, 1, 1), strict=True):
-        rows = groups * heads * spec.head_dim
-        full = (rows * shard.count, *shape[1:])
-        parts.append(source.read(name, full, 0, shard.index * rows, rows))
-    return _interleaved(spec, parts)
+def _cut_qkv(shard: Shard, spec: ModelSpec, source: TensorSource) -> torch.Tensor:
+    """Read this rank's range of q, of k and of v, and lay them out by KV group."""
+    parts = qkv_parts(spec, shard.index, shard.count)
+    rest: dict[int, torch.Tensor] = {}
+    for place, shape in enumerate(row_shapes(spec, shard.row)):
+        mine = [(start, length) for at, start, length in parts if at == place]
+        if mine:
+            length = sum(length for _, length in mine)
+            rest[place] = source.read(shard.names[place], shape, 0, mine[0][0], length)
+    rows: list[torch.Tensor] = []
+    for place, _, length in parts:
+        rows.append(rest[place][:length])
+        rest[place] = rest[place][length:]
+    return torch.cat(rows)
 
 
 def fuse(row: Row, spec: ModelSpec, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -93,7 +93,6 @@ class ModelSpec:
             )
         rules = (
             ("tp", parallel.tp, "attention heads", self.num_heads),
-            ("tp", parallel.tp, "key-value heads", self.num_kv_heads),
             ("tp", parallel.tp, "feed-forward features", self.ffn_size),
             ("pp", 1 if uneven else parallel.pp, "layers", self.num_layers),
             ("ep", parallel.ep, "experts", self.num_experts),
@@ -104,6 +103,18 @@ class ModelSpec:
                     f"learner.parallel.{key} must divide the model's {what}, "
                     f"got {key}={degree} and {count} {what}"
                 )
+        tp, heads = parallel.tp, self.num_kv_heads
+        if max(tp, heads) % min(tp, heads):
+            raise ValueError(
+                "learner.parallel.tp must divide the model's key-value heads or be a multiple of "
+                f"them, got tp={tp} and {heads} key-value heads"
+            )
+        rows = (self.num_heads + 2 * heads) * self.head_dim
+        if rows % tp:
+            raise ValueError(
+                "learner.parallel.tp must divide the model's rows of queries, keys and values, "
+                f"got tp={tp} and {rows} rows"
+            )
 
 
 def read_config(path: Path) -> dict[str, Any]:

@@ -49,6 +49,29 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
     return {n: shape for key in model_keys(spec) for n, shape in hf_shapes(spec, key).items()}
 
 
+def qkv_parts(spec: ModelSpec, index: int, count: int) -> tuple[tuple[int, int, int], ...]:
+    """List what piece `index` of `count` holds of q, k and v: (place of the tensor, start, length).
+
+    In the order of its rows, which are [q.., k, v] of each KV group in turn. With more pieces than
+    KV groups a group lies on several of them, and Megatron gathers its activations
+    (SelfAttention.get_query_key_value_tensors). What a piece holds of one tensor is one range.
+    """
+    size, ratio = spec.head_dim, spec.num_heads // spec.num_kv_heads
+    group_rows = (ratio + 2) * size
+    rows = spec.num_kv_heads * group_rows // count
+    at, end = index * rows, (index + 1) * rows
+    found: list[tuple[int, int, int]] = []
+    while at < end:
+        group, inside = divmod(at, group_rows)
+        place = 0 if inside < ratio * size else 1 if inside < (ratio + 1) * size else 2
+        first = (0, ratio * size, (ratio + 1) * size)[place]  # of the tensor's, in the group
+        height = size if place else ratio * size
+        length = min(end - at, first + height - inside)
+        found.append((place, group * height + inside - first, length))
+        at += length
+    return tuple(found)
+
+
 def row_shapes(spec: ModelSpec, row: Row) -> tuple[Shape, ...]:
     """List the shapes of a row's Hugging Face tensors, in fusion order; one expert's if several."""
     hidden, heads = spec.hidden_size, (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
 from megatron_opd.models.shards import Shard
 from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import qkv_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +68,8 @@ def shard_views(shard: Shard, spec: ModelSpec) -> Iterator[View]:
 
 def _qkv(shard: Shard, spec: ModelSpec, whole: torch.Tensor) -> Iterator[View]:
     """Yield the rows of q, of k and of v, which lie as [q.., k, v] of each KV group in turn."""
-    ratio = spec.num_heads // spec.num_kv_heads
-    groups = spec.num_kv_heads // shard.count
-    by_group = whole.view(groups, -1, *whole.shape[1:])
-    offset = 0
-    for name, heads in zip(shard.names, (ratio, 1, 1), strict=True):
-        rows = heads * spec.head_dim
-        for group in range(groups):
-            start = (shard.index * groups + group) * rows
-            yield View(name, 0, start, by_group[group].narrow(0, offset, rows))
-        offset += rows
+    parts = qkv_parts(spec, shard.index, shard.count)
+    offsets = accumulate((length for _, _, length in parts), initial=0)
+    in_order = sorted(zip(parts, offsets, strict=False))  # an offset more, the end
+    for (place, start, length), offset in in_order:
+        yield View(shard.names[place], 0, start, whole.narrow(0, offset, length))

@@ -108,11 +108,14 @@ def _attention(shapes: Shapes) -> float:
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     normalised = any("q_norm" in name for row in spec.family.layer for name in row.hf)
     fused = (queries + 2 * keys) * size
+    if (tp := shapes.parallel.tp) > spec.num_kv_heads:
+        fused *= tp  # gathered: every rank holds the heads of all
+        keys = tp * spec.head_dim  # and computes with one key-value head, which others have too
     rotated = (queries + keys) * size
     out = queries * size + 4 * spec.num_heads
     kept = fused + rotated + out
     if normalised:
-        roots = 4 * (spec.num_heads + spec.num_kv_heads)
+        roots = 4 * (spec.num_heads + keys // spec.head_dim)
         kept += queries * size + roots  # queries are made contiguous before their norm
         if shapes.local:
             # float32 copies of 16-bit inputs, and the normalised heads before their weight

@@ -1,7 +1,8 @@
 """Predicts what a learner's layout costs beyond its arithmetic: exchanges in layers, and bubbles.
 
-With tensor parallelism each layer gathers and scatters its input twice in a pass; context-parallel
-ranks send each other keys and values; expert-parallel ones send each token to its experts and back.
+With tensor parallelism each layer gathers and scatters its input twice in a pass, and with more
+ranks than key-value heads the queries, keys and values once; context-parallel ranks send each other
+keys and values; expert-parallel ones send each token to its experts and back.
 None of it is taken to be hidden behind arithmetic. A pipeline of p stages idles for p - 1 of its
 micro-batches' times at the ends of each mini-batch (Narayanan et al. 2021, sec. 2.2).
 """
@@ -34,6 +35,10 @@ def exchange_seconds(
     keys_and_values = 2 * ACTIVATION_BYTES * spec.num_kv_heads * spec.head_dim
     seconds = spec.num_layers * 4 * hidden * (tp - 1) / tp / cp / link(tp)
     seconds += spec.num_layers * keys_and_values / tp * (cp - 1) / cp / link(tp * cp)
+    if tp > spec.num_kv_heads:  # every rank gathers the queries, keys and values of all
+        heads = spec.num_heads + 2 * spec.num_kv_heads
+        gathered = ACTIVATION_BYTES * heads * spec.head_dim
+        seconds += spec.num_layers * gathered * (tp - 1) / tp / cp / link(tp)
     sent = sum(spec.moe_layers) * 2 * spec.experts_per_token * hidden * (ep - 1) / ep
     seconds += sent / (tp * cp) / link(ep * parallel.expert_tp)
     return seconds / parallel.pp  # stages work at once

@@ -7,7 +7,7 @@ anything runs. Torch-free. Rank order is Megatron's, see planning/layout.py.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.families import Key, Row, hf_names, row_of
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.models.tensors import Shape, model_keys, row_shapes
+from megatron_opd.models.tensors import Shape, model_keys, qkv_parts, row_shapes
 from megatron_opd.planning.layout import (
     dense_axes,
     expert_axes,
@@ -90,11 +90,25 @@ def learner_holdings(
             count = parallel.tp
             holders = [ranks.dense(index, stages) for index in range(count)]
         shapes = row_shapes(spec, row)
-        for name, shape in zip(hf_names(spec.family, key), shapes, strict=True):
+        for place, (name, shape) in enumerate(zip(hf_names(spec.family, key), shapes, strict=True)):
+            if row.fusion == "qkv":
+                yield from _qkv(spec, name, shape, place, holders)
+                continue
             dim = row.dim or 0
             size = spec.padded_vocab(count) if row.vocab else shape[dim]
             for index, members in enumerate(holders):
                 yield from _part(name, shape, dim, index, size // count, members)
+
+
+def _qkv(
+    spec: ModelSpec, name: str, shape: Shape, place: int, holders: Sequence[tuple[int, ...]]
+) -> Iterator[Held]:
+    """Yield what each piece of the learner's fused rows holds of q, k or v; some hold none."""
+    for index, members in enumerate(holders):
+        parts = [part for part in qkv_parts(spec, index, len(holders)) if part[0] == place]
+        if parts:
+            length = sum(length for _, _, length in parts)
+            yield Held(name, shape, 0, parts[0][1], length, members)
 
 
 def server_holdings(spec: ModelSpec, tp: int, ep: int) -> Iterator[Held]:

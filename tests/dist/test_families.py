@@ -31,10 +31,11 @@ pytestmark = pytest.mark.dist
 
 ODD = {"vocab_size": 301}  # no multiple of any layout's ranks: the vocabulary is padded
 TIED = {"tie_word_embeddings": True}
+ONE_KEY = {"num_key_value_heads": 1}  # two tensor-parallel ranks share it
 LINEAR = {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}
 MAKERS: dict[str, Any] = {
     "qwen2": (tiny_qwen2, {}),
-    "qwen2 tied, padded": (tiny_qwen2, ODD | TIED),
+    "qwen2 tied, padded": (tiny_qwen2, ODD | TIED | ONE_KEY),
     "qwen3": (tiny_qwen3, ODD),
     "llama 3": (tiny_llama, ODD),
     "llama, linear": (tiny_llama, LINEAR),

@@ -18,7 +18,7 @@ from tests.dist.caches import (
     oracle_update,
     response_logp,
 )
-from tests.dist.layouts import ADAM, LAYOUTS, gaps, relative_gap, run, weights
+from tests.dist.layouts import ADAM, LAYOUTS, Layout, gaps, relative_gap, run, weights
 from tests.dist.worlds import run_world
 from tests.support.figures import bounded, relative
 from tests.support.models import tiny_qwen3, tiny_qwen3_moe
@@ -97,6 +97,24 @@ def test_every_layout_makes_the_same_updates(kind, runs):
             if balanced == "balanced":
                 gap = relative(mine["balancing_loss"], theirs["balancing_loss"])
                 bounded("layouts against one rank: balancing loss (relative)", gap, 1e-5, name)
+
+
+@pytest.mark.parametrize("variant", ["packed", "recompute"])
+def test_ranks_that_share_key_value_heads_make_the_same_updates(variant, tmp_path):
+    """Four ranks, one key-value head: a rank's rows begin and end within a head."""
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 1}
+    model = tiny_qwen3_moe(tmp_path / "model", seed=8, **heads)
+    batches = [make_batch(model, samples=4, seed=5, vocab=VOCAB, update=i) for i in range(UPDATES)]
+    exact = run(LAYOUTS["one rank"], "packed", model, batches, tmp_path / "one")
+    ours = run(Layout({"tp": 4}), variant, model, batches, tmp_path / "four")
+    for key, gap in gaps(ours, tmp_path / "four", exact, tmp_path / "one").items():
+        bounded(f"layouts against one rank: {key} (relative)", gap, 1e-5, f"tp4 {variant}")
+    # the shared head's weights have learnt, as much as with one rank
+    before, after = load_file(model / "model.safetensors"), weights(tmp_path / "four", UPDATES - 1)
+    whole = weights(tmp_path / "one", UPDATES - 1)
+    for name in (name for name in before if "k_proj" in name or "v_proj" in name):
+        moved = relative_gap({name: before[name]}, {name: after[name]})
+        assert relative_gap({name: whole[name]}, {name: after[name]}) < 1e-3 * moved, name
 
 
 def test_balancing_losses_matter(runs):

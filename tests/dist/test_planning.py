@@ -47,6 +47,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "megatron": {"num_layers_in_first_pipeline_stage": 1},
         },
     ),
+    "tp2 one key": ("one key", {"dtype": "float32", "parallel": {"tp": 2}}),
     "cp2": ("mixed", {"dtype": "bfloat16", "parallel": {"cp": 2}}),
     "pp2 vpp2": ("mixed", {"dtype": "bfloat16", "parallel": {"pp": 2, "vpp": 2}}),
 }
@@ -74,6 +75,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "tied": tiny_qwen3(base / "tied", tie_word_embeddings=True),
         "mixed": tiny_qwen3_moe(base / "mixed", num_hidden_layers=4, mlp_only_layers=[1]),
+        "one key": tiny_qwen3(base / "one-key", num_key_value_heads=1),
     }
 
 

@@ -101,6 +101,13 @@ def test_every_server_rank_holds_its_slices(learner: str, models: dict[str, Path
     run_world(shard_jobs.shards_to_fleets, layout.ranks, tmp_path, same_host="off", **arguments)
 
 
+def test_ranks_that_share_key_value_heads_send_them(models: dict[str, Path], tmp_path: Path):
+    """Four ranks and two heads: rows of q on one rank, the last of them, k and v on the next."""
+    fleets = [*DENSE, *QUANTISED_DENSE]
+    arguments = {"models": models, "parallel": {"tp": 4}, "fleets": fleets}
+    run_world(shard_jobs.shards_to_fleets, 4, tmp_path, same_host="off", **arguments)
+
+
 STAGED_CHAIN = Fleet("biased", (TP2,) * 3, "float32", staging_bytes=60_000, relay=True)
 
 

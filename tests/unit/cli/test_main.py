@@ -55,7 +55,6 @@ def test_check_prints_the_plan(tmp_path: Path, config: dict, capsys: pytest.Capt
         ("student.max_total_tokens=100", ["student.max_total_tokens", "2048", "100"]),
         ("teacher.context_length=100", ["teacher.context_length", "100", "2048"]),
         ("learner.parallel.tp=3", ["learner.parallel.tp", "attention heads", "tp=3"]),
-        ("learner.parallel.tp=4", ["learner.parallel.tp", "key-value heads", "tp=4"]),
         ("learner.parallel.pp=4", ["learner.parallel.pp", "layers", "pp=4"]),
         ("learner.parallel.ep=8 learner.parallel.dp=8", ["learner.parallel.ep", "experts", "ep=8"]),
         ("student.tp=3", ["student.tp", "attention heads", "tp=3"]),

@@ -1,6 +1,7 @@
 """Reading config.json; every mistake names file and rule."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -89,7 +90,7 @@ def test_missing_or_unreadable_config(tmp_path: Path):
 @pytest.mark.parametrize(
     ("parallel", "message"),
     [
-        ({"tp": 4}, "tp must divide the model's key-value heads, got tp=4 and 2 key-value heads"),
+        ({"tp": 3}, "tp must divide the model's attention heads, got tp=3 and 4 attention heads"),
         ({"pp": 3}, "pp must divide the model's layers, got pp=3 and 2 layers"),
         ({"ep": 3, "dp": 3}, "ep must divide the model's experts, got ep=3 and 4 experts"),
     ],
@@ -102,3 +103,23 @@ def test_layouts_that_do_not_fit_the_model(parallel: dict, message: str, moe: Pa
 def test_a_dense_model_has_no_experts_to_spread(dense: Path):
     with pytest.raises(ValueError, match="got ep=2 and 0 experts"):
         read_model_spec(dense).check_parallel(ParallelConfig(ep=2, dp=2))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4, 8])
+def test_key_value_heads_may_be_fewer_than_ranks(tp: int, moe: Path):
+    spec = replace(read_model_spec(moe), num_heads=8, num_kv_heads=2)
+    spec.check_parallel(ParallelConfig(tp=tp))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "tp", "words"),
+    [
+        (12, 3, 2, "must divide the model's key-value heads or be a multiple of them, got tp=2"),
+        (12, 3, 4, "got tp=4 and 3 key-value heads"),
+        (32, 1, 32, "must divide the model's rows of queries, keys and values, got tp=32"),
+    ],
+)
+def test_heads_that_ranks_cannot_share(heads: int, kv_heads: int, tp: int, words: str, moe: Path):
+    spec = replace(read_model_spec(moe), num_heads=heads, num_kv_heads=kv_heads, head_dim=2)
+    with pytest.raises(ValueError, match=words):
+        spec.check_parallel(ParallelConfig(tp=tp))

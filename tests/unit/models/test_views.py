@@ -49,16 +49,27 @@ def shards_of(spec: ModelSpec, held: Checkpoint, count: int) -> list[Shard]:
     return found
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("count", "heads", "kv_heads"),
+    [
+        *((1, 8, 4), (2, 8, 4)),  # several KV groups on each of two ranks
+        *((4, 8, 2), (8, 8, 2), (4, 4, 1)),  # a group on several, the last two cut within heads
+    ],
+)
 @pytest.mark.parametrize("kind", ["dense", "moe"])
-def test_slices_are_the_checkpoint_s(kind: str, count: int, request: pytest.FixtureRequest):
+def test_slices_are_the_checkpoint_s(
+    kind: str, count: int, heads: int, kv_heads: int, request: pytest.FixtureRequest
+):
     model: Path = request.getfixturevalue(kind)
-    # several KV groups on each of two ranks
-    spec = replace(read_model_spec(model), vocab_size=301, num_heads=8, num_kv_heads=4)
+    spec = read_model_spec(model)
+    spec = replace(spec, vocab_size=301, num_heads=heads, num_kv_heads=kv_heads)
     held = Checkpoint(spec)
     shards = shards_of(spec, held, count)
     covered = {name: torch.zeros(tensor.shape) for name, tensor in held.tensors.items()}
     for shard in shards:
+        if shard.row.fusion == "qkv":
+            whole = fuse(shard.row, spec, [held.tensors[name] for name in shard.names])
+            assert torch.equal(shard.parameter, whole.chunk(count)[shard.index])
         memory = shard.parameter.untyped_storage().data_ptr()
         elements = 0
         for view in shard_views(shard, spec):

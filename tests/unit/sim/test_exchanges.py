@@ -1,5 +1,7 @@
 """What a learner's layout costs beyond its arithmetic."""
 
+from dataclasses import replace
+
 import pytest
 
 from megatron_opd.config.learner import ParallelConfig
@@ -44,3 +46,11 @@ def test_bubbles_shrink_with_micro_batches():
     assert factor(1, 1000) == 1.0
     assert factor(4, 1000) == pytest.approx(1 + 3 / 16)
     assert factor(4, 4000) == pytest.approx(1 + 3 / 4)
+
+
+def test_ranks_beyond_the_key_value_heads_gather_what_all_compute():
+    few = replace(DENSE, num_kv_heads=2)
+    inputs = {tp: 28 * 4 * 2 * 2048 * (tp - 1) / tp / 100 for tp in (2, 4)}
+    gathered = 28 * 2 * (16 + 2 + 2) * 128 * 3 / 4 / 100
+    assert seconds(few, tp=2) == pytest.approx(inputs[2])
+    assert seconds(few, tp=4) == pytest.approx(inputs[4] + gathered)
