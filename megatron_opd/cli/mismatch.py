@@ -70,7 +70,7 @@ def mismatch(arguments: argparse.Namespace) -> int:
     measured = run.measure()
     prepared = run.prepared
     spec = prepared.student.spec
-    figures = figures_of(run.config, spec, prepared.prompts, measured, options)
+    figures = figures_of(run.config, spec, prepared.prompts, measured, options, run.served)
     for table in tables(figures):
         console.print(table)
     if options.json is not None:

@@ -13,7 +13,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.metrics.summary import commit, versions
 from megatron_opd.mismatch import FREE, GATED, REPLAYED, Measured
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.planning.matching import compared
+from megatron_opd.planning.matching import Served, by_layout, compared
 from megatron_opd.types import Prompt
 
 Tree = dict[str, Any]
@@ -42,23 +42,30 @@ def figures_of(
     prompts: Sequence[Prompt],
     measured: Measured,
     options: Options,
+    served: Sequence[Served] = (),
 ) -> Tree:
-    """Return all figures. responses: by response, in order, with what each comparison found."""
+    """Return all figures. responses: by response, in order, with what each comparison found.
+
+    served: servers started elsewhere, by their own words.
+    """
     learner, student = config.learner, config.student
     found = measured.comparisons(options.edges, options.threshold)
+    layouts = by_layout(served) or {
+        Served(student.tp, student.ep, student.dtype): len(student.urls) or student.servers
+    }
+    sampler, *others = (
+        {"dtype": each.dtype, "tp": each.tp, "ep": each.ep, "servers": servers}
+        for each, servers in layouts.items()
+    )
+    rows = [row for each in layouts for row in compared(config, spec, each)]
     return {
         "commit": commit(),
         "versions": dict(versions()),
         "model": str(student.model),
         "learner": {"dtype": learner.dtype, "logp": learner.logp}
         | {"parallel": learner.parallel.model_dump(mode="json")},
-        "sampler": {
-            "dtype": student.dtype,
-            "tp": student.tp,
-            "ep": student.ep,
-            "servers": len(student.urls) or student.servers,
-        },
-        "differences": [row.text for row in compared(config, spec) if row.differs],
+        "sampler": sampler | ({"other_layouts": others} if others else {}),
+        "differences": list(dict.fromkeys(row.text for row in rows if row.differs)),
         "deterministic": config.run.deterministic,
         "seed": config.run.seed,
         "temperature": config.rollout.temperature,

@@ -29,7 +29,7 @@ from megatron_opd.cli.keys import role_key
 from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.cli.megatron_settings import check_megatron
 from megatron_opd.cli.mismatch_options import Options
-from megatron_opd.cli.notes import sampler_gaps
+from megatron_opd.cli.notes import sampler_gaps, served_by
 from megatron_opd.cli.placing import placement_here, with_backend
 from megatron_opd.cli.preflight import ModelFacts, ServedModel, check_addresses, check_models
 from megatron_opd.cli.prepare import checked, read_train
@@ -52,6 +52,7 @@ from megatron_opd.data.stream import PromptSource
 from megatron_opd.launch.parts import LEARNER
 from megatron_opd.mismatch import FREE, GATED, REPLAYED, Measured, measure
 from megatron_opd.models.spec import ModelSpec
+from megatron_opd.planning.matching import Served
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.transport.keys import RunKeys
 from megatron_opd.transport.zmq import Admission, RemoteLearner
@@ -135,6 +136,8 @@ class MismatchRun:
         self.placement = placement_here(config, (STUDENT,))
         config = with_backend(config, self.placement)
         self.config = with_recorded_routing(config, self.prepared.student.spec)
+        self.served: tuple[Served, ...] = ()
+        """How servers started elsewhere compute the model, once they were asked."""
         self.processes = Processes([], None)
         self.ends = Ends(lambda: self.processes.watched())
 
@@ -258,6 +261,8 @@ class MismatchRun:
         student = self.prepared.student
         model = ServedModel(student.vocab_size, self.prepared.ends, student.spec)
         notes = await join_role(self.config, STUDENT, fleet, model, Claimant("opd mismatch"))
+        if self.config.student.urls:
+            self.served = tuple(map(served_by, fleet.infos))
         self._say(*(f"note: {line}" for line in notes))
 
     def _say(self, *lines: str) -> None:

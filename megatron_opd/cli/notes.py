@@ -47,8 +47,12 @@ def served_gaps(config: Config, spec: ModelSpec, info: ServerInfo) -> list[str]:
 
     UserError: weight_sync.match allows none.
     """
-    served = Served(info.tp_size, info.ep_size, info.dtype, info.url)
-    return _allowed(config, differences(config, spec, served))
+    return _allowed(config, differences(config, spec, served_by(info)))
+
+
+def served_by(info: ServerInfo) -> Served:
+    """Return how a server that was asked computes the model."""
+    return Served(info.tp_size, info.ep_size, info.dtype, info.url)
 
 
 def _allowed(config: Config, found: list[str]) -> list[str]:

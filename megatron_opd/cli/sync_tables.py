@@ -27,7 +27,10 @@ def sync_tables(config: Config, spec: ModelSpec, link_gbs: float) -> Iterator[Ta
 def _layouts(config: Config, spec: ModelSpec) -> Table:
     table = new_table("learner and sampler", ("what", "learner", "sampler", "same"))
     for row in compared(config, spec):
-        table.add_row(row.what, row.learner, row.sampler, "no" if row.differs else "yes")
+        sampler, same = row.sampler, "no" if row.differs else "yes"
+        if row.cut and config.student.urls:
+            sampler, same = "the servers' own", "asked at the start"
+        table.add_row(row.what, row.learner, sampler, same)
     return table
 
 
@@ -35,7 +38,10 @@ def _transfers(config: Config, spec: ModelSpec, link_gbs: float) -> Table:
     sizes, student = sync_sizes(config, spec), config.student
     servers, settings = len(student.urls) or student.servers, config.weight_sync
     senders, receivers = len(sizes.sent), servers * len(sizes.received)
-    table = new_table("a weight sync, shard to shard", ("what", "most"))
+    title = "a weight sync, shard to shard"
+    if student.urls:
+        title += f", to servers of student.tp {student.tp} and ep {student.ep}"
+    table = new_table(title, ("what", "most"))
     table.add_row(f"bytes sent by a learner rank, of {senders}", byte_text(max(sizes.sent)))
     table.add_row("the busiest sender over the mean", f"{sizes.imbalance:.3f}")
     table.add_row(

@@ -6,6 +6,8 @@ Sums over ranks, experts and chunks of a sequence round differently when they ar
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megatron_opd.config.schema import Config
@@ -109,6 +111,15 @@ def compared(config: Config, spec: ModelSpec, served: Served | None = None) -> l
             ),
         ]
     return [*rows, *_matrices(config)]
+
+
+def by_layout(served: Iterable[Served]) -> dict[Served, int]:
+    """Return the first server of each way to compute the model, and how many compute it so."""
+    first: dict[tuple[int, int, str], Served] = {}
+    count: Counter[Served] = Counter()
+    for each in served:
+        count[first.setdefault((each.tp, each.ep, each.dtype), each)] += 1
+    return dict(count)
 
 
 def _matrices(config: Config) -> list[Side]:

@@ -138,6 +138,7 @@ def start(tree: dict[str, Any], tmp_path: Path, *arguments: str) -> subprocess.P
 
 def test_the_program_and_ctrl_c(student_model: Path, tmp_path: Path, shared: Sections):
     tree = small(student_model, tmp_path, shared)
+    tree["student"]["tp"] = 2  # as servers that this program started would be, not those there
     wanted = ["--prompts", "6", "--max-tokens", "16", "--buckets", "8,16"]
     files = SimpleNamespace(json=tmp_path / "gap.json", plot=tmp_path / "gap.svg")
     asked = start(tree, tmp_path, *wanted, "--json", str(files.json), "--plot", str(files.plot))
@@ -146,6 +147,8 @@ def test_the_program_and_ctrl_c(student_model: Path, tmp_path: Path, shared: Sec
     figures = json.loads(files.json.read_text())
     assert figures["learner_routing"] == "replayed with gate weights"
     assert len(figures["responses"]) == 6
+    sampler = {"dtype": "float32", "tp": 1, "ep": 1, "servers": 1}
+    assert figures["sampler"] == sampler, "by its own words"
     gap = figures["comparisons"]["decode_learner"]["gap"]
     assert 0 < gap["max_dp"]["max"] < 2e-5
     assert f"{gap['max_dp']['max']:.1e}" in output

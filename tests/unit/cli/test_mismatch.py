@@ -1,5 +1,6 @@
 """`opd mismatch`: its options, what it refuses before anything starts, tables and plot."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.metrics.sinks import write_json
 from megatron_opd.mismatch import DECODE, FREE, GATED, PREFILL, REPLAYED, Measured, RoutingGap
 from megatron_opd.models.spec import read_model_spec
+from megatron_opd.planning.matching import Served
 from tests.support.batches import make_sample
 from tests.support.cli_cases import call, refused
 
@@ -99,7 +101,9 @@ def test_the_headline_is_what_training_sees(settings: dict[str, Any], name: str)
     assert mismatch_run.trained_with(LearnerConfig.model_validate(settings)) == name
 
 
-def made_figures(config: dict[str, Any], routing: RoutingGap | None) -> dict[str, Any]:
+def made_figures(
+    config: dict[str, Any], routing: RoutingGap | None, served: Sequence[Served] = ()
+) -> dict[str, Any]:
     """Of three random responses; prefill and learner are the sampler's own, a little off."""
     tree = Config.model_validate(config)
     rollouts = tuple(make_sample(uid, 3 + 4 * uid).rollout for uid in range(3))
@@ -113,7 +117,22 @@ def made_figures(config: dict[str, Any], routing: RoutingGap | None) -> dict[str
     measured = Measured(rollouts, logp, FREE, routing, 1)
     options = Options(3, (4, 64), 0.1, None, None)
     spec = read_model_spec(tree.student.model)
-    return figures_of(tree, spec, [r.prompt for r in rollouts], measured, options)
+    return figures_of(tree, spec, [r.prompt for r in rollouts], measured, options, served)
+
+
+def test_servers_elsewhere_are_reported_as_they_are(config: dict[str, Any]):
+    """Before: with the file's tp and ep, which they need not have."""
+    config["student"] |= {"tp": 2, "urls": [*(f"http://127.0.0.1:{i}" for i in (1, 2, 3))]}
+    like = {"dtype": "float32", "ep": 1}
+    one = [Served(1, 1, "float32", url) for url in config["student"]["urls"]]
+    figures = made_figures(config, None, one)
+    assert figures["sampler"] == like | {"tp": 1, "servers": 3}
+    assert not [line for line in figures["differences"] if "parallel" in line]
+    figures = made_figures(config, None, [*one[:2], Served(4, 1, "float32", "http://127.0.0.1:3")])
+    others = [like | {"tp": 4, "servers": 1}]
+    assert figures["sampler"] == like | {"tp": 1, "servers": 2, "other_layouts": others}
+    (line,) = [line for line in figures["differences"] if line.startswith("learner.parallel.tp")]
+    assert line.startswith("learner.parallel.tp=1 and tp=4 of http://127.0.0.1:3:")
 
 
 def test_tables_and_json_and_plot(tmp_path: Path, config: dict[str, Any]):

@@ -44,6 +44,18 @@ def config_of(**weight_sync: object) -> Config:
     )
 
 
+def test_the_layout_of_servers_elsewhere_is_their_own():
+    """Before: the file's, which they need not have, and whether that is the learner's."""
+    here = config_of()
+    student = here.student.model_copy(update={"urls": ("http://a:1",)})
+    elsewhere = shown(here.model_copy(update={"student": student}), MOE)
+    assert "tensor parallel 2 2 yes expert parallel 8 2 no" not in elsewhere
+    assert elsewhere.count("the servers' own asked at the start") == 3
+    assert "context parallel 1 1 yes" in elsewhere
+    assert "to servers of student.tp 2 and ep 2" in elsewhere
+    assert "the servers' own" not in shown(here, MOE)
+
+
 def test_sizes_are_those_of_what_the_ranks_hold():
     sizes = sync_sizes(config_of(), MOE)
     share = [0, 0]
