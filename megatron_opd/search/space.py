@@ -19,6 +19,7 @@ from megatron_opd.config.schedule import ScheduleConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.models.spec import ModelSpec
+from megatron_opd.planning.layout import stage_layers
 from megatron_opd.planning.learner import GIB, learner_memory, usable_bytes, worst_stage
 from megatron_opd.planning.servers import refusal, server_memory
 from megatron_opd.search.candidates import Learner, Schedule
@@ -106,7 +107,10 @@ def _layout(config: Config, spec: ModelSpec, **sizes: int) -> ParallelConfig | N
         spec.check_parallel(found, uneven=config.learner.uneven_stages)
     except ValueError:  # pydantic's too
         return None
-    return found
+    # first and last stages of a fixed size fit few numbers of stages
+    stages = stage_layers(spec, found, config.learner.megatron)
+    held = [layer for chunks in stages for chunk in chunks for layer in chunk]
+    return found if sorted(held) == list(range(spec.num_layers)) else None
 
 
 def learners(
