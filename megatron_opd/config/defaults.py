@@ -31,6 +31,18 @@ def has_experts(model: Path) -> bool:
     return any(isinstance(count, int) and count > 0 for count in counts)
 
 
+BYPASSED = frozenset(
+    {
+        "moe_router_fusion",
+        "moe_router_load_balancing_type",
+        "moe_router_force_load_balancing",
+        "overlap_moe_expert_parallel_comm",
+        "cuda_graph_impl",
+    }
+)
+"""Settings of Megatron that can keep routers from replaying (learner/routing_checks.py)."""
+
+
 def is_coarse_mixture(config: ConfigTree) -> bool:
     """Tell whether routers choose in bfloat16, where learner and sampler choose differently."""
     coarse = "bfloat16" in (config.learner.dtype, config.student.dtype)
@@ -67,7 +79,9 @@ def left_out(config: ConfigTree) -> dict[str, Any]:
     chosen: dict[str, Any] = {}
     if config.correction is None and why_truncated(config) is not None:
         chosen["correction"] = TRUNCATED.model_dump()
-    if "routing_replay" not in config.learner.model_fields_set and is_coarse_mixture(config):
+    named = "routing_replay" in config.learner.model_fields_set
+    possible = not config.student.urls and not BYPASSED & config.learner.megatron.keys()
+    if not named and possible and is_coarse_mixture(config):
         chosen["learner.routing_replay"] = "rollout"
     return chosen
 

@@ -200,7 +200,8 @@ class LearnerConfig(Section):
     rollout: the experts that the sampler used when it last computed the token (R3); current: those
     chosen at the batch's start, in all its mini-batches and recomputations. Replay brings learner
     and sampler closer and sends the experts' ids with each token. Left out in a run: rollout for a
-    mixture in bfloat16, where routers of learner and sampler differ, else off."""
+    mixture in bfloat16, where routers of learner and sampler differ, unless its servers are started
+    elsewhere (student.urls) or megatron has settings that may exclude it; else off."""
     routing_weights: RoutingWeights = "learner"
     """Whose weights scale the outputs of replayed experts. learner: those of its own routers now;
     sampler: those that the sampler used when it last computed the token, with the learner's own

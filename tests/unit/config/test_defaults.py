@@ -72,6 +72,12 @@ def test_a_mixture_in_bfloat16_is_replayed_and_its_ratio_truncated(key: str, tmp
         config = config_of(tmp_path, model, *held)
         assert config.learner.routing_replay == "off"
         assert config.correction != TRUNCATED
+    for held in (
+        "learner.megatron={moe_router_load_balancing_type: sinkhorn}",
+        "student.urls=[http://127.0.0.1:1]",
+    ):
+        config = config_of(tmp_path, model, held)
+        assert (config.learner.routing_replay, config.correction) == ("off", TRUNCATED)
     half = config_of(tmp_path, model, "learner.dtype=float32", "student.dtype=bfloat16")
     assert half.learner.routing_replay == "rollout"
 
