@@ -11,7 +11,8 @@ from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch_limits import UNBOUNDED, Gap, Limits, limits_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
-ROWS = ("mismatch", "staleness", "schedules", "findings")
+ROWS = ("mismatch", "delays_study", "schedules", "findings")
+"""Studies whose rows have the figure; mismatch was one of samplers in fp8 and int8."""
 REPLAY = {"decode": "off", "decode_replayed": "rollout", "decode_replayed_gates": "rollout"}
 MEANS = ("probs_diff_mean", "mismatch_mean_abs_dp")
 """The name of the figure now, and in older rows."""

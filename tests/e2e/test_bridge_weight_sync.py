@@ -61,7 +61,7 @@ def test_weight_sync_in_flight(student_server: ServerProcess, student_model: Pat
     models = {old: before_model, old + 1: after_model}
     split = 0
     for request, reply in zip(requests, replies, strict=True):
-        assert reply.finish_reason in ("stop", "length")
+        assert {reply.finish_reason for reply in replies} <= {"stop", "length"}
         versions = [version for version, _, _ in reply.spans]
         assert versions in ([old], [old + 1], [old, old + 1])
         split += len(versions) == 2
@@ -86,20 +86,21 @@ def test_weight_sync_in_flight(student_server: ServerProcess, student_model: Pat
 def test_a_paused_server_is_alive_and_keeps_its_requests(student_server: ServerProcess):
     async def run():
         async with ServerClient(student_server.spec.url, timeout_s=60) as client:
-            request = requests_of(tokens=400, count=1)[0]
-            task = asyncio.create_task(client.generate(request))
+            # many, since any one of them may draw the end of a response at once
+            requests = requests_of(tokens=1500)
+            tasks = [asyncio.create_task(client.generate(request)) for request in requests]
             await asyncio.sleep(0.1)
             await client.pause("retract")
             assert await client.alive()
             before_s = cpu_seconds(student_server)
             await asyncio.sleep(1.5)
             used_s = cpu_seconds(student_server) - before_s
-            held = not task.done()
+            held = [task for task in tasks if not task.done()]
             await client.resume()
-            return held, used_s, await task
+            return used_s, [await task for task in held]
 
-    held, used_s, reply = asyncio.run(run())
-    assert held
+    used_s, replies = asyncio.run(run())
+    assert replies
     # SGLang's own loop spins; it would take the core from those who bring the new weights
     bounded("a paused server: CPU seconds of 1.5", used_s, 0.5)
     assert reply.finish_reason in ("stop", "length")
