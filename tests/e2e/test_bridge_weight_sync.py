@@ -61,7 +61,7 @@ def test_weight_sync_in_flight(student_server: ServerProcess, student_model: Pat
     models = {old: before_model, old + 1: after_model}
     split = 0
     for request, reply in zip(requests, replies, strict=True):
-        assert {reply.finish_reason for reply in replies} <= {"stop", "length"}
+        assert reply.finish_reason in ("stop", "length")
         versions = [version for version, _, _ in reply.spans]
         assert versions in ([old], [old + 1], [old, old + 1])
         split += len(versions) == 2
@@ -103,7 +103,7 @@ def test_a_paused_server_is_alive_and_keeps_its_requests(student_server: ServerP
     assert replies
     # SGLang's own loop spins; it would take the core from those who bring the new weights
     bounded("a paused server: CPU seconds of 1.5", used_s, 0.5)
-    assert reply.finish_reason in ("stop", "length")
+    assert {reply.finish_reason for reply in replies} <= {"stop", "length"}
 
 
 def test_update_without_a_session_is_refused(student_server: ServerProcess):
