@@ -79,9 +79,9 @@ def _ppo_is(config: Config) -> str | None:
         return None
     return (
         f"correction: {clipped[0]} with the whole ratio of learner to sampler is PPO-IS, which "
-        f"collapsed in every seed where a quantised sampler's gap was wide ({how} here; it showed "
-        "nothing with fp8 on a small model, docs/findings.md); use correction.type truncated with "
-        "max_ratio 2 and prox true"
+        f"lost most of its accuracy where a quantised sampler's gap was wide ({how} here; it "
+        "showed nothing with fp8 on a small model, docs/findings.md); use correction.type "
+        "truncated with max_ratio 2 and prox true"
     )
 
 
