@@ -10,9 +10,8 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from tools.findings_table import of_rows
+from tools.findings_table import Records, of_rows
 
-Records = Callable[[str], Any]
 Tree = Mapping[str, Any]
 
 TOY = ("mc_16", "mc_64", "atoms_tail_4_4", "atoms_tail_4_64_thin", "atoms_tail_16_48")

@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from benchmarks.grid.statistics import tells
-from tools.findings_table import Lines, of_rows, shown
-
-Records = Callable[[str], Any]
+from tools.findings_table import Lines, Records, of_rows, shown
 
 NAMES = {"grpo": "GRPO", "gspo": "GSPO", "gepo": "GEPO"}
 DELAYS = {

@@ -14,6 +14,8 @@ ACCURACY, SLOPE, TAIL = (
 PILOT_RUN = re.compile(r"k(?P<k>\d+)_(?P<lr>[\dp]+e-\d+)-(?P<estimator>\w+)-\d+")
 PILOT_COLUMNS = (("theta", 0), ("theta", 64), ("mc64", 0), ("mc64", 64))
 
+Records = Callable[[str], Any]
+"""A record by its name."""
 Said = Mapping[str, Any]
 Lines = list[str]
 
@@ -188,15 +190,6 @@ def _reached(figure: Said, seeds: int) -> str:
     return shown(figure, 0) + (f" ({there} of {seeds})" if there < seeds else "")
 
 
-TABLES: dict[str, Callable[[Said], Lines]] = {
-    "pilot": pilot,
-    "sweep": sweep,
-    "differences": differences,
-    "quantised": quantised,
-    "wall_clock": wall_clock,
-}
-
-
 def earlier(record: Said) -> Lines:
     """The runs of more updates: accuracy of the servers' weights by sampler and correction."""
     found: Said = record["quantised_of_more_updates"]["by_sampler"]
@@ -237,18 +230,12 @@ def tail(studies: Said, one: str, other: str, staleness: int) -> Said:
 
 def rounded(studies: Said, sampler: str, correction: str, *path: str) -> Any:
     """A figure of GRPO with a sampler and a correction."""
-    found = studies["quantised"]["by_sampler"][sampler][correction]
-    for key in path:
-        found = found[key]
-    return found
+    return _inside(studies["quantised"]["by_sampler"][sampler][correction], path)
 
 
 def schedule(studies: Said, name: str, *path: str) -> Any:
     """A figure of the study of accuracy against seconds."""
-    found = studies["wall_clock"]["by_schedule"][name]
-    for key in path:
-        found = found[key]
-    return found
+    return _inside(studies["wall_clock"]["by_schedule"][name], path)
 
 
 def gain(studies: Said, name: str) -> Said:
@@ -260,6 +247,12 @@ def gain(studies: Said, name: str) -> Said:
 def control_fails(studies: Said, name: str) -> bool:
     """Whether the control of a study failed, as it must."""
     return bool(studies[name]["control"]["fails"])
+
+
+def _inside(found: Any, path: Sequence[str]) -> Any:
+    for key in path:
+        found = found[key]
+    return found
 
 
 def _estimator(studies: Said, name: str) -> Said:

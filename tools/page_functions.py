@@ -6,16 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tools import caches_table, delays_table, findings_table
-
-Records = Callable[[str], Any]
+from tools.findings_table import Records
 
 
 def table(records: Records, name: str) -> str:
     """A table of tools/findings_table.py."""
-    record = records("findings")
-    if name == "earlier":
-        return "\n".join(findings_table.earlier(record))
-    return "\n".join(findings_table.TABLES[name](record["studies"]))
+    return "\n".join(findings_table.TABLES[name](records("findings")["studies"]))
+
+
+def earlier_runs(records: Records) -> str:
+    """The table of the runs that the study of rounded samplers was begun with."""
+    return "\n".join(findings_table.earlier(records("findings")))
 
 
 def of_findings(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -36,6 +37,7 @@ def verl(records: Records, row: str) -> Any:
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
     "table": table,
+    "earlier_runs": earlier_runs,
     "less": less,
     "verl": verl,
     **{name: of_findings(function) for name, function in findings_table.FIGURES.items()},

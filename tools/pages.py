@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.grid.statistics import tells  # noqa: E402
 from megatron_opd.config.load import load_config  # noqa: E402
 from megatron_opd.config.schema import Config  # noqa: E402
-from tools.findings_table import shown  # noqa: E402
+from tools.findings_table import Records, shown  # noqa: E402
 from tools.generated_page import write_or_check  # noqa: E402
 from tools.page_functions import FUNCTIONS  # noqa: E402
 
@@ -32,8 +32,6 @@ SOURCES, RESULTS = ROOT / "docs/sources", ROOT / "benchmarks/results"
 SUFFIX = ".md.jinja"
 WORDS = {1: "holds", -1: "does not hold", 0: "cannot be told"}
 NOTE = "<!-- made by tools/pages.py from docs/sources/{} -->\n\n"
-
-Records = Callable[[str], Any]
 
 
 def diff(figure: Mapping[str, Any] | None, digits: int = 1) -> str:

@@ -68,7 +68,6 @@ def measure(options: Sequence[str] = (), launch: Launch = launch, **paths: Path)
         **compared,
         "within_claimed_loss": figures.losses(by_key, figures.CLAIMED_LOSS_PCT),
         "comparisons": {
-            name: comparisons(figures.intervals(part))
-            for name, part in (*compared.items(), ("all", compared))
+            name: comparisons(part) for name, part in (*compared.items(), ("all", compared))
         },
     }

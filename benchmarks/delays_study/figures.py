@@ -224,12 +224,3 @@ def _correlation(curves: Sequence[Mapping[str, Any]], one: str, other: str) -> f
     if len(pairs) < 3:
         return None
     return round(statistics.correlation([a for a, _ in pairs], [b for _, b in pairs]), 4)
-
-
-def intervals(part: Any) -> list[Mapping[str, Any]]:
-    """All of a part of the record."""
-    if not isinstance(part, Mapping):
-        return []
-    if "half_width_95" in part:
-        return [part]
-    return [found for each in part.values() for found in intervals(each)]

@@ -26,11 +26,11 @@ from benchmarks.findings.again import chosen as chosen_of
 from benchmarks.findings.again import made_again
 from benchmarks.findings.figures import by_chance, of_study, table
 from benchmarks.findings.pool import run_missing
-from benchmarks.findings.rows import Row, finished, recorded
+from benchmarks.findings.rows import Row
 from benchmarks.findings.studies import CONTROL, SWEEPS, in_turn, studies
 from benchmarks.findings.trial import NOISE_PCT, Study
 from benchmarks.grid.tree import clean_commit, is_dirty, marked_commit
-from benchmarks.grid.trials import RESULTS, run_commits
+from benchmarks.grid.trials import RESULTS, KeptRows, finished_rows, recorded, run_commits
 
 JOBS = 2
 FOREVER_S = 1e9
@@ -68,7 +68,7 @@ def measure(
     trials = in_turn(chosen)
     with ended_by_sigterm():
         if asked.again:
-            kept = finished(trials, rows)
+            kept = finished_rows(trials, KeptRows(rows))
             return made_again(chosen_of(trials, kept, asked.again, asked.draw), kept, asked.jobs)
         found = run_missing(
             trials,

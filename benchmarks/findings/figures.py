@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.findings.rows import Row
 from benchmarks.findings.trial import NOISE_PCT
@@ -163,7 +163,7 @@ def by_chance(said: Any) -> dict[str, Any]:
 
     said: figures by name, nested; differences stand under names of DIFFERENCES.
     """
-    return comparisons(_differences(said))
+    return comparisons(*_differences(said))
 
 
 DIFFERENCES = (
@@ -175,16 +175,14 @@ DIFFERENCES = (
 )
 
 
-def _differences(said: Any, inside: bool = False) -> list[Mapping[str, Any]]:
-    if not isinstance(said, dict):
+def _differences(said: Any) -> list[Any]:
+    """The parts that hold differences, not those inside them."""
+    if not isinstance(said, Mapping):
         return []
-    if inside and "half_width_95" in said:
-        return [said]
-    return [
-        each
-        for name, part in said.items()
-        for each in _differences(part, inside or name in DIFFERENCES)
-    ]
+    found: list[Any] = []
+    for name, part in cast(Mapping[str, Any], said).items():
+        found += [part] if name in DIFFERENCES else _differences(part)
+    return found
 
 
 def controlled(name: str, wrong: Mapping[int, Row], right: Mapping[int, Row]) -> dict[str, Any]:

@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.findings import exported
-from benchmarks.findings.rows import Row, finished, row_of
+from benchmarks.findings.rows import Row, row_of
 from benchmarks.findings.servers import Pair, serving
 from benchmarks.grid.tree import clean_commit
-from benchmarks.grid.trials import DIVERGED, Trial
+from benchmarks.grid.trials import DIVERGED, KeptRows, Trial, finished_rows
 from benchmarks.header import machine
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.server.launch import last_lines
@@ -119,7 +119,7 @@ def run_missing(
     its commit are made again.
     """
     out.mkdir(parents=True, exist_ok=True)
-    kept = finished(trials, rows, clean=clean)
+    kept = finished_rows(trials, KeptRows(rows, clean=clean))
     left = deque(trial for trial in trials if trial.name not in kept)
     ends_s = time.monotonic() + budget_s
     asked = commit or clean_commit

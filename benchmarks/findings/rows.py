@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.grid.tree import is_dirty
 from benchmarks.grid.trials import Trial, best_accuracy
 
 CURVES = (
@@ -80,23 +78,3 @@ def evaluations(run_dir: Path) -> list[dict[str, Any]]:
 def rounded(value: float | None) -> float | None:
     """The value with few digits; null stays null."""
     return None if value is None else float(f"{value:.{DIGITS}g}")
-
-
-def finished(trials: Sequence[Trial], path: Path, *, clean: bool = False) -> dict[str, Row]:
-    """The newest row of every trial that today's losses, configuration and models made.
-
-    clean: rows of a tree that differed from its commit do not count.
-    """
-    every = recorded(path)
-    found: Mapping[str, Row] = {row["name"]: row for row in every if not (clean and is_dirty(row))}
-    return {
-        trial.name: found[trial.name]
-        for trial in trials
-        if trial.name in found and found[trial.name]["fingerprint"] == trial.fingerprint
-    }
-
-
-def recorded(path: Path) -> list[Row]:
-    """Every row, oldest first."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from benchmarks.grid.trials import CURVES, PIPELINE
 
@@ -39,9 +39,19 @@ def tells(figure: Mapping[str, Any]) -> int:
     return 1 if mean > 0 else -1
 
 
-def comparisons(figures: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """How many figures have an interval, leave 0 out, and would if there were nothing."""
-    found = [each for each in figures if each["half_width_95"] is not None]
+def intervals(part: Any) -> list[Mapping[str, Any]]:
+    """All intervals of a part of a record, however deep."""
+    if not isinstance(part, Mapping):
+        return []
+    if "half_width_95" in part:
+        return [cast(Mapping[str, Any], part)]
+    return [each for inner in cast(Mapping[str, Any], part).values() for each in intervals(inner)]
+
+
+def comparisons(*parts: Any) -> dict[str, float]:
+    """How many intervals of parts of a record leave 0 out, and would if there were nothing."""
+    every = [each for part in parts for each in intervals(part)]
+    found = [each for each in every if each["half_width_95"] is not None]
     return {
         "compared": len(found),
         "leave_0_out": sum(tells(each) != 0 for each in found),

@@ -195,14 +195,20 @@ def run_commits(rows: Sequence[dict[str, Any]]) -> list[str]:
 
 
 def finished_rows(trials: Sequence[Trial], rows: KeptRows) -> dict[str, dict[str, Any]]:
-    """The newest row of every trial that these losses and configuration made, by name."""
-    wanted = {trial.name: trial.fingerprint for trial in trials}
-    lines = rows.path.read_text().splitlines() if rows.path.exists() else []
-    every = map(json.loads, lines)
+    """The newest row of every trial that today's behaviour made, by name, in the trials' order."""
+    every = recorded(rows.path)
     found = {row["name"]: row for row in every if not (rows.clean and is_dirty(row))}
     return {
-        name: row for name, row in found.items() if row.get("fingerprint") == wanted.get(name, "")
+        trial.name: found[trial.name]
+        for trial in trials
+        if trial.name in found and found[trial.name].get("fingerprint") == trial.fingerprint
     }
+
+
+def recorded(path: Path) -> list[dict[str, Any]]:
+    """Every row, oldest first."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines]
 
 
 def run_trial(trial: Trial, out: Path, launch: Launch) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def learner_plan(lengths: Sequence[int], config: LearnerConfig) -> BatchPlan:
         config.num_mini_batches,
         parallel.dp,
         config.max_tokens_per_microbatch * parallel.cp,
-        least_micros=parallel.pp if parallel.vpp > 1 else 1,
+        least_micros=parallel.least_micros,
         lockstep=parallel.shares_experts,
     )
 

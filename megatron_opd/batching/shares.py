@@ -95,14 +95,13 @@ class ScoringShares:
 
 def scoring_shares(samples: Sequence[Sample], version: int, config: LearnerConfig) -> ScoringShares:
     """Return what the ranks need to score samples in one mini-batch, planned as for training."""
-    parallel = config.parallel
-    wanted = max(len(samples), parallel.dp * (parallel.pp if parallel.vpp > 1 else 1))
+    wanted = max(len(samples), config.parallel.least_samples)
     index = list(islice(cycle(range(len(samples))), wanted))
     lengths = [samples[i].rollout.num_tokens for i in index]
     plan = learner_plan(lengths, config.model_copy(update={"num_mini_batches": 1}))
     found: list[Share] = []
     order: list[int] = []
-    for rank in range(parallel.dp):
+    for rank in range(config.parallel.dp):
         held = [index[place] for place in held_samples(plan, rank)]
         order += held
         own = rank_plan(plan, rank)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.first_update import settings_of
-from megatron_opd.config.defaults import bounds
+from megatron_opd.config.defaults import bounds, quantised_by
 from megatron_opd.config.objectives import Grpo, Ppo
 from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
@@ -69,14 +69,15 @@ def _allowed(config: Config, found: list[str]) -> list[str]:
 
 def _ppo_is(config: Config) -> str | None:
     """Return a line on PPO-IS with a quantised sampler, which docs/findings.md saw collapse."""
-    rounded = {
-        "weight_sync.round_to": config.weight_sync.round_to,
-        "student.quantization": config.student.quantization,
-    }
-    how = next((f"{key} {value}" for key, value in rounded.items() if value is not None), None)
+    quantised = quantised_by(config)
     clipped = [o.type for o in config.estimator.objectives if isinstance(o, Grpo | Ppo)]
-    if how is None or not clipped or not config.estimator.applied_correction.keeps_whole_ratio:
+    if (
+        quantised is None
+        or not clipped
+        or not config.estimator.applied_correction.keeps_whole_ratio
+    ):
         return None
+    how = " ".join(quantised)
     return (
         f"correction: {clipped[0]} with the whole ratio of learner to sampler is PPO-IS, which "
         f"lost most of its accuracy where a quantised sampler's gap was wide ({how} here; it "

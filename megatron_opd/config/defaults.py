@@ -6,6 +6,7 @@ docs/findings.md has the runs that these rest on.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,22 +32,29 @@ def has_experts(model: Path) -> bool:
     return any(isinstance(count, int) and count > 0 for count in counts)
 
 
-BYPASSED = frozenset(
-    {
-        "moe_router_fusion",
-        "moe_router_load_balancing_type",
-        "moe_router_force_load_balancing",
-        "overlap_moe_expert_parallel_comm",
-        "cuda_graph_impl",
-    }
-)
-"""Settings of Megatron that can keep routers from replaying (learner/routing_checks.py)."""
+BYPASSES: dict[str, Callable[[Any], bool]] = {
+    "moe_router_fusion": bool,
+    "moe_router_load_balancing_type": lambda value: value == "sinkhorn",
+    "moe_router_force_load_balancing": bool,
+    "overlap_moe_expert_parallel_comm": bool,
+    "cuda_graph_impl": lambda value: value != "none",
+}
+"""Settings of Megatron-Core 0.16.1, and which values keep routers from replaying experts."""
 
 
 def is_coarse_mixture(config: ConfigTree) -> bool:
     """Tell whether routers choose in bfloat16, where learner and sampler choose differently."""
     coarse = "bfloat16" in (config.learner.dtype, config.student.dtype)
     return coarse and has_experts(config.student.model)
+
+
+def quantised_by(config: ConfigTree) -> tuple[str, str] | None:
+    """Return the key that makes the sampler's weights coarser, and its value; None: none does."""
+    found = {
+        "weight_sync.round_to": config.weight_sync.round_to,
+        "student.quantization": config.student.quantization,
+    }
+    return next(((key, value) for key, value in found.items() if value is not None), None)
 
 
 def why_truncated(config: ConfigTree) -> str | None:
@@ -65,12 +73,9 @@ def why_truncated(config: ConfigTree) -> str | None:
     rewarded = [kind for kind, each in kinds if each.reads_reward]
     if rewarded:
         return f"{rewarded[0]} learns from rewards"
-    for key, value in (
-        ("weight_sync.round_to", config.weight_sync.round_to),
-        ("student.quantization", config.student.quantization),
-    ):
-        if value is not None:
-            return f"{key} is {value}"
+    quantised = quantised_by(config)
+    if quantised is not None:
+        return "{} is {}".format(*quantised)
     return "the student is a mixture of experts in bfloat16" if is_coarse_mixture(config) else None
 
 
@@ -80,7 +85,7 @@ def left_out(config: ConfigTree) -> dict[str, Any]:
     if config.correction is None and why_truncated(config) is not None:
         chosen["correction"] = TRUNCATED.model_dump()
     named = "routing_replay" in config.learner.model_fields_set
-    possible = not config.student.urls and not BYPASSED & config.learner.megatron.keys()
+    possible = not config.student.urls and not BYPASSES.keys() & config.learner.megatron.keys()
     if not named and possible and is_coarse_mixture(config):
         chosen["learner.routing_replay"] = "rollout"
     return chosen

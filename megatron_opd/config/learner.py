@@ -62,6 +62,16 @@ class ParallelConfig(Section):
         return self.tp * self.cp * self.pp * self.dp
 
     @property
+    def least_micros(self) -> int:
+        """Returns the fewest micro-batches of a rank: interleaved, one for each stage."""
+        return self.pp if self.vpp > 1 else 1
+
+    @property
+    def least_samples(self) -> int:
+        """Returns the fewest samples of a mini-batch: each rank's micro-batches have one."""
+        return self.dp * self.least_micros
+
+    @property
     def expert_tp(self) -> int:
         """Returns the number of tensor-parallel ranks of an expert."""
         if self.etp is not None:

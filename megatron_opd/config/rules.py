@@ -37,7 +37,7 @@ def _shares(config: ConfigTree) -> str | None:
             "buffer.batch_size must be a multiple of learner.num_mini_batches, "
             f"got {batch} and {minis}"
         )
-    if batch // minis < parallel.dp * (parallel.pp if parallel.vpp > 1 else 1):
+    if batch // minis < parallel.least_samples:
         return (
             "buffer.batch_size / learner.num_mini_batches must be at least learner.parallel.dp, a "
             "sample for every rank (with learner.parallel.vpp above 1 times pp, because an "

@@ -82,8 +82,7 @@ class SftConfig(Section):
     @model_validator(mode="after")
     def _shares(self) -> SftConfig:
         minis, parallel = self.learner.num_mini_batches, self.learner.parallel
-        least = parallel.pp if parallel.vpp > 1 else 1
-        if self.batch_size % minis or self.batch_size < minis * parallel.dp * least:
+        if self.batch_size % minis or self.batch_size < minis * parallel.least_samples:
             raise ValueError(
                 "batch_size must be a multiple of learner.num_mini_batches, at least "
                 "learner.num_mini_batches * learner.parallel.dp and with learner.parallel.vpp "

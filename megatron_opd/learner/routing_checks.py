@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_opd.config.defaults import BYPASSES
 from megatron_opd.config.learner import RoutingReplay
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.types import ExpertArray, GateArray
@@ -27,15 +28,8 @@ def check_replay(mode: RoutingReplay, spec: ModelSpec, settings: Any) -> None:
         raise ValueError(
             f"learner.routing_replay must be off for a student without experts, got {mode}"
         )
-    refused = {
-        "moe_router_fusion": settings.moe_router_fusion,
-        "moe_router_load_balancing_type": settings.moe_router_load_balancing_type == "sinkhorn",
-        "moe_router_force_load_balancing": settings.moe_router_force_load_balancing,
-        "overlap_moe_expert_parallel_comm": settings.overlap_moe_expert_parallel_comm,
-        "cuda_graph_impl": settings.cuda_graph_impl != "none",
-    }
-    for name, bypasses in refused.items():
-        if bypasses:
+    for name, bypasses in BYPASSES.items():
+        if bypasses(getattr(settings, name)):
             raise ValueError(
                 f"learner.megatron.{name} must not be {getattr(settings, name)!r} with "
                 f"learner.routing_replay={mode}: with it routers ignore the replayed experts"

@@ -53,8 +53,7 @@ class Validation:
     """Measures the mean negative log-likelihood of held-out response tokens, in nats."""
 
     def __init__(self, pairs: list[Pair], learner: MegatronLearner) -> None:
-        parallel = learner.config.parallel
-        least = parallel.dp * (parallel.pp if parallel.vpp > 1 else 1)
+        least = learner.config.parallel.least_samples
         if len(pairs) < least:
             raise ValueError(
                 "validation must hold at least learner.parallel.dp pairs (times pp with vpp above "

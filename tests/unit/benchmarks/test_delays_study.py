@@ -190,7 +190,7 @@ def test_correlations_are_of_logarithms_over_the_updates_of_a_seeds_runs():
 def test_comparisons_are_counted_with_those_that_chance_would_show():
     far = {"mean": 9.0, "half_width_95": 1.0, "n": 3, "by_seed": [9.0]}
     part = {"a": {"x": far, "y": far | {"mean": 0.5}}, "b": far | {"half_width_95": None}}
-    found = comparisons(figures.intervals(part))
+    found = comparisons(part)
     assert found == {"compared": 2, "leave_0_out": 1, "expected_by_chance": 0.1}
 
 
