@@ -30,9 +30,9 @@ import msgspec
 
 from benchmarks.grid.trials import RESULTS, Launch, launch, run_commits, run_trials
 from benchmarks.schedules import COMPARED, SEEDS, prepare, trials
-from megatron_opd.cli.calibration import calibrate, config_of, staleness_distance
-from megatron_opd.cli.simulation import simulate
+from megatron_opd.sim.calibration import calibrate, config_of, staleness_distance
 from megatron_opd.sim.costs import Costs, Lengths
+from megatron_opd.sim.world import simulate
 
 RUNS = Path("runs") / "calibration"
 SCHEDULES = RESULTS / "schedules_rows.jsonl"

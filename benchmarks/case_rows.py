@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.synthetic import write_model
-from megatron_opd.transport.lifetime import PARENT_VARIABLE
+from sglang_bridge.lifetime import PARENT_VARIABLE
 from sglang_bridge.server.launch import last_lines
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,14 +21,14 @@ import msgspec
 import numpy as np
 from safetensors.torch import load_file, save_file
 
-from megatron_opd.cli.preflight import read_model
-from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.data.prompts import load_prompts
 from megatron_opd.data.records import Columns
-from megatron_opd.sample_figures import ScoreShape
-from megatron_opd.teacher.guard import TOKENS, Probe, probe
-from megatron_opd.types import FloatArray, Prompt
+from megatron_opd.inputs.models import read_model
+from megatron_opd.inputs.tokenizers import load_tokenizer
+from megatron_opd.records.sample_figures import ScoreShape
+from megatron_opd.records.types import FloatArray, Prompt
+from megatron_opd.rollout.teacher_guard import TOKENS, Probe, probe
 from sglang_bridge.client import ServerClient
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest

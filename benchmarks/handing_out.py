@@ -31,10 +31,10 @@ from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.handing_out import broadcast, deal
 from megatron_opd.learner.world import World, init_world
+from megatron_opd.records.types import Prompt, Rollout, Sample, VersionSpan
 from megatron_opd.transport.frames import to_frames
 from megatron_opd.transport.parts import Needs, part_of
 from megatron_opd.transport.samples import Buffer, EncodedSample
-from megatron_opd.types import Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import DrawCache
 

@@ -4,9 +4,9 @@
 
 Servers of the demo's student and teacher, as the demo has them. A batch of 64 responses is sampled
 once; then, in turn, the teacher scores it as a run does, and the health of its first 8 responses is
-measured as a run does (teacher/health.py). Seconds are those of the whole batch, and of the whole
-measurement; CPU seconds those of all processes of a role's server, which other work on the machine
-changes less. A measurement every n updates costs 1/n of it in each.
+measured as a run does (rollout/teacher_health.py). Seconds are those of the whole batch, and of the
+whole measurement; CPU seconds those of all processes of a role's server, which other work on the
+machine changes less. A measurement every n updates costs 1/n of it in each.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from typing import Any
 
 import psutil
 
-from megatron_opd.cli.preflight import ends_of, read_model
-from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.config.load import load_config
 from megatron_opd.config.metrics import MetricsConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.data.prompts import load_prompts
 from megatron_opd.data.records import Columns
+from megatron_opd.inputs.models import ends_of, read_model
+from megatron_opd.inputs.tokenizers import load_tokenizer
 from megatron_opd.metrics.opd_health import measure as health_of
+from megatron_opd.records.types import Rollout
 from megatron_opd.rollout.generator import RolloutGenerator
-from megatron_opd.teacher.health import DRAWS, HealthProbe
-from megatron_opd.teacher.scorer import FleetScorer
-from megatron_opd.types import Rollout
+from megatron_opd.rollout.scorer import FleetScorer
+from megatron_opd.rollout.teacher_health import DRAWS, HealthProbe
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.ports import free_port

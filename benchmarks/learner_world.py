@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_opd.cli.learner_process import LearnerProcess, learner_command
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
-from megatron_opd.transport.keys import RunKeys
-from megatron_opd.transport.zmq import Admission, RemoteLearner
+from megatron_opd.launch.learner_process import LearnerProcess, learner_command
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
+from megatron_opd.wire.keys import RunKeys
 
 
 def learner_world(

@@ -28,9 +28,9 @@ from typing import Any
 
 from megatron_opd.batching.plan import BatchPlan, plan_batch
 from megatron_opd.models.spec import ModelSpec, read_model_spec
-from megatron_opd.planning.flops import Work, train_flops
 from megatron_opd.sim.costs import LognormalLengths
 from megatron_opd.sim.lengths import LengthDraws
+from megatron_opd.sizing.flops import Work, train_flops
 
 MODEL = Path("examples/cluster/models/Qwen3-30B-A3B")
 SAMPLES, RANKS, PROMPT, LONGEST, MEAN = 256, 8, 200, 16_384, 4_000.0

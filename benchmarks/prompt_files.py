@@ -41,7 +41,7 @@ LIMIT_S = 600.0
 BLOCK_BYTES = 2**22
 START = """
 import sys
-from megatron_opd.cli import prepare
+from megatron_opd.inputs import prepare
 from megatron_opd.cli.main import main
 prepare.WHOLE_BYTES = int(sys.argv[1])
 sys.exit(main(["run", sys.argv[2]]))

@@ -127,8 +127,8 @@ def launch(name: str, seed: int, run_dir: Path, rows_file: Path) -> None:
 
 def main() -> int:
     """`opd` whose learner is benchmarks/ratios_rank.py."""
-    from megatron_opd.cli import learner_process
     from megatron_opd.cli.main import main as opd
+    from megatron_opd.launch import learner_process
 
     start = learner_process.LearnerProcess.start
 

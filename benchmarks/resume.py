@@ -23,7 +23,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from megatron_opd.cli.compare import read_rows
+from megatron_opd.cli.commands.compare import read_rows
 from megatron_opd.metrics.compare import Comparison, compare_rows
 
 DEMO = Path("examples/arithmetic/demo.yaml")

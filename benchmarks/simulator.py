@@ -24,7 +24,6 @@ from collections.abc import Callable, Sequence
 from multiprocessing import get_context
 from typing import Any
 
-from megatron_opd.cli.simulation import simulate
 from megatron_opd.config.schema import Config
 from megatron_opd.sim.costs import (
     Costs,
@@ -35,6 +34,7 @@ from megatron_opd.sim.costs import (
     SyncCost,
 )
 from megatron_opd.sim.servers import Server
+from megatron_opd.sim.world import simulate
 
 Tree = dict[str, Any]
 COSTS = Costs(

@@ -22,10 +22,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_opd.cli.simulated_outcome import Outcome
-from megatron_opd.cli.simulation import simulate
 from megatron_opd.config.schema import Config
 from megatron_opd.sim.costs import Costs, EngineCost, LearnerCost, LognormalLengths, SyncCost
+from megatron_opd.sim.outcome import Outcome
+from megatron_opd.sim.world import simulate
 
 Tree = dict[str, Any]
 SITES, SERVERS, GROUP, BATCH = 16, 64, 8, 512

@@ -5,7 +5,7 @@
 The project's own learner trains on synthetic caches of 4 to 8 ids a token, from random weights, on
 the kernels that config/kernels.py chooses here. Every case (recomputation, log-prob path) runs in
 processes of its own; seconds are the median of the updates after warm-up, with the device
-synchronised. Utilisation is planning/flops.py's model FLOPs, for which recomputation does not
+synchronised. Utilisation is sizing/flops.py's model FLOPs, for which recomputation does not
 count, against the GPU's dense bfloat16 peak; null where that is not known. A case that fails, or
 for which no time is left, says so in place of its figures.
 """
@@ -28,8 +28,8 @@ from typing import Any
 from benchmarks.synthetic import Shape, write_model
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.planning.flops import PEAK_BF16_TFLOPS, active_layer_elements, mfu
-from megatron_opd.planning.parameters import active_parameters, model_parameters
+from megatron_opd.sizing.flops import PEAK_BF16_TFLOPS, active_layer_elements, mfu
+from megatron_opd.sizing.parameters import active_parameters, model_parameters
 from sglang_bridge.ports import free_port
 
 Tree = dict[str, Any]
@@ -168,7 +168,7 @@ def _say(text: str) -> None:
 
 
 def _parameters(model: Path) -> Tree:
-    """What was built, and N of planning/flops.py."""
+    """What was built, and N of sizing/flops.py."""
     spec = read_model_spec(model)
     return {
         "config": json.loads((model / "config.json").read_text(encoding="utf-8")),

@@ -21,8 +21,8 @@ from benchmarks.synthetic import Shape, sample, share
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.learner import MegatronLearner
-from megatron_opd.planning.flops import Work, train_flops
-from megatron_opd.planning.learner import learner_memory, worst_stage
+from megatron_opd.sizing.flops import Work, train_flops
+from megatron_opd.sizing.learner import learner_memory, worst_stage
 from megatron_opd.transport.messages import UpdateMetrics
 
 

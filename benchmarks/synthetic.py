@@ -16,12 +16,12 @@ from megatron_opd.batching.shares import shares
 from megatron_opd.checkpoint.convert import FreshSource
 from megatron_opd.checkpoint.hf_files import SINGLE
 from megatron_opd.checkpoint.hf_writer import write_safetensors
-from megatron_opd.columns import RankBatch
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
-from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.columns import RankBatch
+from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
 

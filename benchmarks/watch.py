@@ -24,7 +24,7 @@ import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_opd.metrics.rollouts import RolloutRecord
-from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 from tests.support.browser import chromium, tab, watching
 from tests.support.watched_run import write_run

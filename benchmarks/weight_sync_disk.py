@@ -28,7 +28,7 @@ from benchmarks.synthetic import Shape, sample, share, write_model
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.planning.parameters import model_parameters
+from megatron_opd.sizing.parameters import model_parameters
 from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, decode, encode
 from sglang_bridge.ports import free_port
 from sglang_bridge.weights.manifest import version_name

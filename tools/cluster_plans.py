@@ -13,13 +13,13 @@ from pathlib import Path
 from generated_page import write_or_check
 from rich.console import Console
 
-from megatron_opd.cli.check import LINK_GBS
-from megatron_opd.cli.memory_tables import memory_tables
-from megatron_opd.cli.preflight import check_models
-from megatron_opd.cli.roles import STUDENT
-from megatron_opd.cli.sync_tables import sync_tables
+from megatron_opd.cli.tables.check import LINK_GBS
+from megatron_opd.cli.tables.memory import memory_tables
+from megatron_opd.cli.tables.weight_sync import sync_tables
 from megatron_opd.config.load import load_config
+from megatron_opd.config.roles import STUDENT
 from megatron_opd.config.schema import Config
+from megatron_opd.inputs.models import check_models
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "cluster_plans.md"

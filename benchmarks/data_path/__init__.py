@@ -31,10 +31,12 @@ from benchmarks.data_path.parts import (
     prompts,
     silent,
 )
-from megatron_opd.cli.wiring import make_generator, make_schedule, make_scorer
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
-from megatron_opd.types import Batch, Sample
+from megatron_opd.controller.schedule import make_schedule
+from megatron_opd.records.types import Batch, Sample
+from megatron_opd.rollout.generator import make_generator
+from megatron_opd.rollout.scorer import make_scorer
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 

@@ -15,10 +15,10 @@ from benchmarks.data_path.cases import DRAWS, Case, prompt_ids
 from megatron_opd.batching.shares import shares
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.types import WeightSyncReport
+from megatron_opd.records.types import Batch, LearnerTurn, Prompt, Sample
 from megatron_opd.transport.frames import to_frames
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.samples import EncodedSample
-from megatron_opd.types import Batch, LearnerTurn, Prompt, Sample
 
 FIGURES = UpdateMetrics(0, 1.0, 1.0, 0.0, 1, 1, 1, None, None, 0, 1.0, 1.0, 1.0, 0.0, 0.0, 0)
 

@@ -27,12 +27,14 @@ import psutil
 from benchmarks.data_path.cases import Case
 from benchmarks.data_path.parts import NoWeights, configuration, fake_servers, prompts, silent
 from benchmarks.data_workers.head import Head
-from megatron_opd.cli.wiring import make_generator, make_schedule, make_scorer
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
-from megatron_opd.transport.keys import RANK_VARIABLE, RunKeys
-from megatron_opd.workers.pool import WorkerPool
-from megatron_opd.workers.through import sampled_by_workers, scored_by_workers
+from megatron_opd.controller.schedule import make_schedule
+from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.data_workers.through import sampled_by_workers, scored_by_workers
+from megatron_opd.rollout.generator import make_generator
+from megatron_opd.rollout.scorer import make_scorer
+from megatron_opd.wire.keys import RANK_VARIABLE, RunKeys
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 

@@ -20,14 +20,14 @@ from benchmarks.data_path.cases import DRAWS
 from benchmarks.data_path.parts import FIGURES
 from megatron_opd.batching.shares import shares
 from megatron_opd.config.schema import Config
+from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.data_workers.taking import Taking, by_address
+from megatron_opd.records.types import AnySample, Batch, HeldSample
 from megatron_opd.transport.frames import to_frames, with_samples
-from megatron_opd.transport.gate import guard_socket, show_keys
-from megatron_opd.transport.keys import RANK_VARIABLE, RankKeys, RunKeys
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.samples import FRAMES, EncodedSample
-from megatron_opd.types import AnySample, Batch, HeldSample
-from megatron_opd.workers.pool import WorkerPool
-from megatron_opd.workers.taking import Taking, by_address
+from megatron_opd.wire.gate import guard_socket, show_keys
+from megatron_opd.wire.keys import RANK_VARIABLE, RankKeys, RunKeys
 
 LARGEST = 1 << 30
 LIMIT_S = 60.0

@@ -10,8 +10,8 @@ import os
 import sys
 
 from benchmarks.data_path.cases import DRAWS
-from megatron_opd.transport.keys import RANK_VARIABLE, RankKeys
-from megatron_opd.workers.worker import Worker
+from megatron_opd.data_workers.worker import Worker
+from megatron_opd.wire.keys import RANK_VARIABLE, RankKeys
 
 
 async def main() -> None:

@@ -27,22 +27,22 @@ from benchmarks.fault_schedules.servers import (
     State,
     paces,
 )
-from megatron_opd.cli.guards import RunGuard
-from megatron_opd.cli.learner_restart import through_losses
-from megatron_opd.cli.supervisor import Supervisor
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import RolloutConfig, ScoringConfig
 from megatron_opd.controller.controller import Controller
-from megatron_opd.controller.health import HealthGuard, WatchedProcess
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
+from megatron_opd.fleet.guards import RunGuard
+from megatron_opd.fleet.supervisor import Supervisor
+from megatron_opd.launch.health import HealthGuard, WatchedProcess
+from megatron_opd.records.types import Batch, Prompt, Sample
 from megatron_opd.rollout.generator import RolloutGenerator
-from megatron_opd.teacher.scorer import FleetScorer
-from megatron_opd.transport.zmq import LearnerError
-from megatron_opd.types import Batch, Prompt, Sample
+from megatron_opd.rollout.scorer import FleetScorer
+from megatron_opd.run.recover import through_losses
+from megatron_opd.transport.remote_learner import LearnerError
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.errors import ServerDied, WeightSyncFailed
 from sglang_bridge.fleet import Fleet

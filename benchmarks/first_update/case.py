@@ -19,10 +19,10 @@ from typing import Any
 import yaml
 
 from benchmarks.first_update.cases import PLANTS, SERVER_ARGS, Case, all_cases, write_model
-from megatron_opd.cli.processes import Processes
-from megatron_opd.cli.servers import server_processes
 from megatron_opd.config.schema import Config
-from megatron_opd.transport.lifetime import die_with_parent
+from megatron_opd.launch.processes import Processes
+from megatron_opd.launch.servers import server_processes
+from sglang_bridge.lifetime import die_with_parent
 
 STARTUP_S, RUN_S = 300.0, 300.0
 PREFIX = "first_mismatch_"

@@ -21,9 +21,9 @@ import torch
 
 from benchmarks.grid.tree import ROOT
 from megatron_opd.batching.advantages import columns_of
-from megatron_opd.cli.roles import STUDENT, section_of, teacher_roles
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import load_config
+from megatron_opd.config.roles import STUDENT, section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate

@@ -13,11 +13,11 @@ from typing import Any
 
 import psutil
 
-from megatron_opd.transport.keys import KEYS_FILE
+from megatron_opd.wire.keys import KEYS_FILE
 from tests.support.secrets import found_in, secrets_in
 
 FACTS = "watched.json"
-WORKER = "megatron_opd.cli.data_worker"
+WORKER = "megatron_opd.data_workers"
 CONTROLLER = ("megatron_opd", "run")
 FAULTS = ("", "one killed", "all killed", "interrupted")
 FIRST_UPDATE_S, LEFT_S, POLL_S = 300.0, 20.0, 0.1

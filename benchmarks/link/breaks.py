@@ -19,9 +19,9 @@ from benchmarks.link.faults import Faults, never_send_again
 from benchmarks.link.proxy import Proxy
 from benchmarks.link.site import sample_of
 from megatron_opd.config.sites import LinkConfig
-from megatron_opd.link.ends import LinkServer
-from megatron_opd.link.events import Received, Restarted
-from megatron_opd.link.wire import BULK, URGENT
+from megatron_opd.wire.link.ends import LinkServer
+from megatron_opd.wire.link.events import Received, Restarted
+from megatron_opd.wire.link.wire import BULK, URGENT
 
 TASKS, KILLS, SLOTS = 900, 10, 32
 BIG_BYTES = 300_000

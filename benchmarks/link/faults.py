@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.link.proxy import flipped
-from megatron_opd.link import ends
-from megatron_opd.link.sending import SendLane
-from megatron_opd.link.wire import Buffer
+from megatron_opd.wire.link import ends
+from megatron_opd.wire.link.sending import SendLane
+from megatron_opd.wire.link.wire import Buffer
 
 KEPT = 200
 KINDS = ("damaged", "repeated", "replayed", "lost")

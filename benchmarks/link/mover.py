@@ -15,9 +15,9 @@ from typing import Any
 
 from benchmarks.link.payloads import PAYLOADS
 from megatron_opd.config.sites import LinkConfig
-from megatron_opd.link.ends import LinkClient, LinkServer
-from megatron_opd.link.events import Received
-from megatron_opd.link.wire import BULK, URGENT
+from megatron_opd.wire.link.ends import LinkClient, LinkServer
+from megatron_opd.wire.link.events import Received
+from megatron_opd.wire.link.wire import BULK, URGENT
 
 MESSAGE_BYTES = 32 << 20
 WARM_UP_BYTES = 4 << 20

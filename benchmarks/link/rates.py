@@ -16,7 +16,7 @@ import xxhash
 import zmq
 
 from benchmarks.link.payloads import noise
-from megatron_opd.link.wire import Packer
+from megatron_opd.wire.link.wire import Packer
 
 LINES = {"100 Mbit/s": 12_500_000, "1 Gbit/s": 125_000_000}
 MIB = 1 << 20

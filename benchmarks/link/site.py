@@ -18,9 +18,9 @@ from typing import Any
 
 from benchmarks.link.faults import Faults, never_send_again
 from megatron_opd.config.sites import LinkConfig
-from megatron_opd.link.ends import LinkClient
-from megatron_opd.link.events import Received
-from megatron_opd.link.wire import BULK
+from megatron_opd.wire.link.ends import LinkClient
+from megatron_opd.wire.link.events import Received
+from megatron_opd.wire.link.wire import BULK
 
 
 def sample_of(uid: int) -> bytes:

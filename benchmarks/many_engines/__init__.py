@@ -42,21 +42,23 @@ from benchmarks.data_path.cases import Case
 from benchmarks.data_path.parts import FIGURES, NoWeights, configuration, prompts, silent
 from benchmarks.many_engines.figures import IDS_A_TOKEN, LARGEST, TOKENS, VERSION
 from megatron_opd.batching.shares import shares
-from megatron_opd.cli.wiring import make_generator, make_schedule, make_scorer
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.garbage import collected_rarely, put_aside
 from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.schedule import make_schedule
+from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.data_workers.through import sampled_by_workers, scored_by_workers
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Phase, WeightSyncReport
+from megatron_opd.records.types import AnySample, Batch, HeldSample, LearnerTurn
+from megatron_opd.rollout.generator import make_generator
+from megatron_opd.rollout.scorer import make_scorer
 from megatron_opd.transport.frames import to_frames
-from megatron_opd.transport.gate import guard_socket, show_keys
-from megatron_opd.transport.keys import RANK_VARIABLE, RunKeys
 from megatron_opd.transport.messages import UpdateMetrics
-from megatron_opd.types import AnySample, Batch, HeldSample, LearnerTurn
-from megatron_opd.workers.pool import WorkerPool
-from megatron_opd.workers.through import sampled_by_workers, scored_by_workers
+from megatron_opd.wire.gate import guard_socket, show_keys
+from megatron_opd.wire.keys import RANK_VARIABLE, RunKeys
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 

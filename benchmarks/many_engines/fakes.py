@@ -20,10 +20,7 @@ from random import Random
 import zmq
 
 from benchmarks.many_engines.figures import IDS_A_TOKEN, LARGEST, TOKENS, VERSION
-from megatron_opd.sample_figures import CacheSize, ScoreShape
-from megatron_opd.transport.gate import guard_socket, show_keys
-from megatron_opd.transport.keys import RANK_VARIABLE, RankKeys
-from megatron_opd.workers.messages import (
+from megatron_opd.data_workers.messages import (
     Answer,
     Close,
     Generate,
@@ -37,6 +34,9 @@ from megatron_opd.workers.messages import (
     decode_order,
     encode,
 )
+from megatron_opd.records.sample_figures import CacheSize, ScoreShape
+from megatron_opd.wire.gate import guard_socket, show_keys
+from megatron_opd.wire.keys import RANK_VARIABLE, RankKeys
 
 SCORE_PART = 0.1
 SIZE = CacheSize(TOKENS * IDS_A_TOKEN, TOKENS * IDS_A_TOKEN * 20)

@@ -22,21 +22,21 @@ import numpy as np
 
 from benchmarks.learner_world import learner_world
 from benchmarks.mismatch_grid.cases import LEARNERS, LENGTHS, PROMPT_TOKENS, PROMPTS, SEEDS
-from megatron_opd.cli.processes import Processes
-from megatron_opd.cli.servers import server_processes
-from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
+from megatron_opd.fleet.clients import make_fleet
+from megatron_opd.launch.processes import Processes
+from megatron_opd.launch.servers import server_processes
 from megatron_opd.metrics.mismatch import Comparison, compare
-from megatron_opd.mismatch import learner_logp, prefill_logp
+from megatron_opd.mismatch.measure import learner_logp, prefill_logp
 from megatron_opd.models.spec import read_model_spec
+from megatron_opd.records.types import FloatArray, Prompt, Rollout
 from megatron_opd.rollout.generator import RolloutGenerator
-from megatron_opd.transport.lifetime import die_with_parent
 from megatron_opd.transport.messages import Replay
-from megatron_opd.transport.zmq import RemoteLearner
-from megatron_opd.types import FloatArray, Prompt, Rollout
+from megatron_opd.transport.remote_learner import RemoteLearner
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.lifetime import die_with_parent
 
 STARTUP_S = 300.0
 # five responses of 1x for one of 5x to the same prompt, as TIS compares them

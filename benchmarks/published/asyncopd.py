@@ -23,7 +23,6 @@ from typing import Any
 import msgspec
 
 from benchmarks.published.models import model_spec
-from megatron_opd.cli.simulation import simulate
 from megatron_opd.config.schema import Config
 from megatron_opd.sim.costs import Costs, LearnerCost, LognormalLengths, ScoreCost, SyncCost
 from megatron_opd.sim.hardware import (
@@ -37,6 +36,7 @@ from megatron_opd.sim.hardware import (
     learner_cost,
     score_cost,
 )
+from megatron_opd.sim.world import simulate
 
 STUDENTS = ("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
 TEACHER, GPU = "Qwen3-30B-A3B", "b200"

@@ -29,7 +29,6 @@ from benchmarks.published.verl_rows import (
     Colocated,
     Row,
 )
-from megatron_opd.cli.simulation import simulate
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.sim.costs import (
@@ -44,6 +43,7 @@ from megatron_opd.sim.engine import Engine, Job
 from megatron_opd.sim.hardware import CATALOGUE, engine_cost
 from megatron_opd.sim.learner import update_seconds
 from megatron_opd.sim.lengths import LengthDraws
+from megatron_opd.sim.world import simulate
 
 MODEL, GPU = "Qwen2.5-Math-7B", "h20"
 CARDS_EACH = 4

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from examples.smollm2.evaluate import complete, load, logp_TV, rendered
 from megatron_opd.data.records import read_records
-from megatron_opd.types import Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.types import Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
 PROMPTS = Path("examples/smollm2/train.jsonl")

@@ -26,8 +26,8 @@ from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.metrics.types import Accounting, Depths, WeightSyncReport
+from megatron_opd.records.types import Batch, Prompt, Rollout, Sample
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.types import Batch, Prompt, Rollout, Sample
 
 Control = Literal[
     "early_permits", "no_deadlines", "kept_permits", "tight_bound", "verdicts_as_scored"

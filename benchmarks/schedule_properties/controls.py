@@ -9,7 +9,7 @@ from megatron_opd.buffer.completion import CompletionBuffer
 from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.buffer.spread import Verdict
 from megatron_opd.controller.controller import Controller
-from megatron_opd.types import Prompt
+from megatron_opd.records.types import Prompt
 
 
 def broken(controller: Any, control: str | None) -> None:

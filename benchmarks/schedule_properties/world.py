@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.schedule_properties.plans import Plan
 from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
 from megatron_opd.metrics.types import WeightSyncReport
-from megatron_opd.types import Batch, LearnerTurn, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.types import Batch, LearnerTurn, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
 TOKENS = 4

@@ -23,8 +23,8 @@ import psutil
 from benchmarks.security import http_attacks, zmq_attacks
 from benchmarks.security.http_attacks import BODY, Target
 from benchmarks.security.raw import Door, Outcome
-from megatron_opd.transport.keys import KEYS_FILE, RunKeys
 from megatron_opd.transport.messages import Hello, LearnerInfo, encode
+from megatron_opd.wire.keys import KEYS_FILE, RunKeys
 from sglang_bridge import open_files
 from sglang_bridge.ports import free_port
 from tests.support.secrets import all_arguments, found_in, secrets_in

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import zmq
 
 from benchmarks.security.raw import Door, Outcome, drip, flood, send, send_and_leave
-from megatron_opd.transport.keys import RankKeys, RunKeys
 from megatron_opd.transport.messages import Failed, encode
+from megatron_opd.wire.keys import RankKeys, RunKeys
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 LONG_COMMAND, LONG_MESSAGE = b"\x06", b"\x02"

@@ -15,7 +15,7 @@ from typing import Any
 
 from benchmarks.link.faults import Faults
 from megatron_opd.cli.main import console
-from megatron_opd.link.wire import Buffer
+from megatron_opd.wire.link.wire import Buffer
 
 MODULE = "benchmarks.sites_chaos.harmed"
 

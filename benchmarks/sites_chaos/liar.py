@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_opd.cli.main import console
+from megatron_opd.records.types import Sample, VersionSpan
 from megatron_opd.sites import site_weights
 from megatron_opd.sites.messages import Serving
 from megatron_opd.sites.sampling import Finished, Sampling
-from megatron_opd.types import Sample, VersionSpan
 
 MODULE = "benchmarks.sites_chaos.liar"
 AHEAD = 1000

@@ -29,27 +29,25 @@ from benchmarks.stalls.cases import (
     Stall,
 )
 from benchmarks.stalls.outside import Outside, head, servers
-from megatron_opd.cli.processes import Processes
-from megatron_opd.cli.roles import Role
-from megatron_opd.cli.supervisor import Supervisor
-from megatron_opd.cli.wiring import (
-    BatchLearner,
-    make_fleet,
-    make_generator,
-    make_schedule,
-    make_scorer,
-)
+from megatron_opd.config.roles import Role
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
-from megatron_opd.controller.health import WatchedProcess
 from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.schedule import make_schedule
+from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.data_workers.through import sampled_by_workers, scored_by_workers
+from megatron_opd.fleet.clients import make_fleet
+from megatron_opd.fleet.supervisor import Supervisor
+from megatron_opd.launch.health import WatchedProcess
+from megatron_opd.launch.processes import Processes
 from megatron_opd.metrics.types import Depths, WeightSyncReport
-from megatron_opd.transport.keys import RunKeys
+from megatron_opd.records.types import Batch, LearnerTurn
+from megatron_opd.rollout.generator import make_generator
+from megatron_opd.rollout.scorer import make_scorer
+from megatron_opd.run.batch_learner import BatchLearner
 from megatron_opd.transport.messages import UpdateMetrics
-from megatron_opd.transport.zmq import Admission, RemoteLearner
-from megatron_opd.types import Batch, LearnerTurn
-from megatron_opd.workers.pool import WorkerPool
-from megatron_opd.workers.through import sampled_by_workers, scored_by_workers
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
+from megatron_opd.wire.keys import RunKeys
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 

@@ -19,7 +19,6 @@ from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner.channel import Channel
 from megatron_opd.learner.collecting import Collector
 from megatron_opd.transport.frames import from_frames
-from megatron_opd.transport.keys import RANK_VARIABLE, RankKeys
 from megatron_opd.transport.messages import (
     Done,
     Hello,
@@ -30,6 +29,7 @@ from megatron_opd.transport.messages import (
     Stop,
     Train,
 )
+from megatron_opd.wire.keys import RANK_VARIABLE, RankKeys
 
 if TYPE_CHECKING:
     from megatron_opd.learner.world import World

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import aiohttp
 
 from benchmarks.stalls.cases import Behaviour, Stall
-from megatron_opd.transport.keys import RANK_VARIABLE, RunKeys
+from megatron_opd.wire.keys import RANK_VARIABLE, RunKeys
 
 END_S = 120.0
 

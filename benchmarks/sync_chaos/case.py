@@ -23,18 +23,19 @@ from benchmarks.sync_chaos.hooks import Hooked, at_phase
 from benchmarks.sync_chaos.requests import Requests
 from benchmarks.synthetic import Shape, sample
 from benchmarks.weight_sync.flipped import differing, flipped_tensor, send_instead
-from megatron_opd.cli.processes import Processes
-from megatron_opd.cli.servers import server_processes
-from megatron_opd.cli.wiring import BatchLearner, make_fleet
 from megatron_opd.config.schema import Config
+from megatron_opd.fleet.clients import make_fleet
+from megatron_opd.launch.processes import Processes
+from megatron_opd.launch.servers import server_processes
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.transport.lifetime import die_with_parent
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
+from megatron_opd.run.batch_learner import BatchLearner
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.lifetime import die_with_parent
 
 STARTUP_S = 400.0
 SLOTS = 4

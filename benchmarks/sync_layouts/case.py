@@ -19,17 +19,17 @@ from typing import Any
 import numpy as np
 
 from benchmarks.learner_world import learner_world
-from megatron_opd.cli.processes import Processes
-from megatron_opd.cli.servers import server_processes
-from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.schema import Config
+from megatron_opd.fleet.clients import make_fleet
+from megatron_opd.launch.processes import Processes
+from megatron_opd.launch.servers import server_processes
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.models.tensors import expected_tensors
-from megatron_opd.transport.lifetime import die_with_parent
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.lifetime import die_with_parent
 from sglang_bridge.protocol import ScoreRequest, WeightPiece
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.weights.formats import PLAIN_BYTES

@@ -19,9 +19,9 @@ from typing import Any
 from benchmarks.verifiers.escapes import tried
 from megatron_opd.data.tasks.answers import marked_answer
 from megatron_opd.data.tasks.exact import verify as exact
-from megatron_opd.verifiers.messages import Call
-from megatron_opd.verifiers.pool import PoolLimits, WorkerPool
-from megatron_opd.verifiers.reward import VerifierFailed
+from megatron_opd.data.verifiers.messages import Call
+from megatron_opd.data.verifiers.pool import PoolLimits, WorkerPool
+from megatron_opd.data.verifiers.reward import VerifierFailed
 
 PAIRS = Path(__file__).with_name("pairs.jsonl")
 ROGUES = (

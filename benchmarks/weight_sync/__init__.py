@@ -47,7 +47,7 @@ from benchmarks.weight_sync.older import NoCommit, check_out, full_commit
 from benchmarks.weight_sync.summary import ratios, summarised
 from megatron_opd.metrics.summary import commit
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.planning.parameters import model_parameters
+from megatron_opd.sizing.parameters import model_parameters
 
 DEFAULT_BEFORE = "d1eb496"
 LIMIT_S = 900.0

@@ -22,22 +22,22 @@ from typing import Any
 from benchmarks.weight_sync.decoding import Decoding
 from benchmarks.weight_sync.flipped import differing, flip_a_bit
 from benchmarks.weight_sync.processes import Ranks, find_ranks, measured
-from megatron_opd.cli import processes
-from megatron_opd.cli.learner_process import LearnerProcess, learner_command
-from megatron_opd.cli.servers import server_processes
-from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import WeightSyncConfig
+from megatron_opd.fleet.clients import make_fleet
+from megatron_opd.launch import processes
+from megatron_opd.launch.learner_process import LearnerProcess, learner_command
+from megatron_opd.launch.servers import server_processes
 from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
-from megatron_opd.transport.keys import RunKeys
-from megatron_opd.transport.lifetime import die_with_parent
-from megatron_opd.transport.zmq import Admission, RemoteLearner
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
+from megatron_opd.wire.keys import RunKeys
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.lifetime import die_with_parent
 
 STARTUP_S = 300.0
 LEAST_WINDOW_S, REST_S = 1.0, 3.0
@@ -49,7 +49,7 @@ Processes: Any = getattr(processes, "Processes", None) or getattr(processes, "Lo
 
 
 class Held:
-    """A turn with a learner that nothing trains, as the controller's (megatron_opd.types)."""
+    """A turn with a learner that nothing trains, as the controller's."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 
-from megatron_opd.transport.zmq import RemoteLearner
+from megatron_opd.transport.remote_learner import RemoteLearner
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.listening import keep_groups_on
 from sglang_bridge.ports import free_port

@@ -23,11 +23,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from megatron_opd.cli.tokenizer_files import has_tokenizer
 from megatron_opd.data.end_tokens import Ending, read_end_tokens
 from megatron_opd.data.faults import Unusable
 from megatron_opd.data.records import read_records
 from megatron_opd.data.render import Rendering, render_prompts
+from megatron_opd.inputs.tokenizers import has_tokenizer
 
 HELDOUT = Path(__file__).resolve().parent / "heldout.jsonl"
 SEED, SHOWN = 11, 3

@@ -23,11 +23,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.columns import DoubleArray, GroupColumns
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.objective import RewardAdvantage
 from megatron_opd.config.objectives import Gepo
-from megatron_opd.types import AnySample
+from megatron_opd.records.columns import DoubleArray, GroupColumns
+from megatron_opd.records.types import AnySample
 from sglang_bridge.columns import arrays_of, dtypes
 
 Columns = GroupColumns[DoubleArray]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.columns import RankBatch, RankInputs
+from megatron_opd.records.columns import RankBatch, RankInputs
 from sglang_bridge.columns import arrays_of
 
 # unknown where the teacher chose the ids; where no teacher is asked

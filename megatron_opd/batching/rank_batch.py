@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from megatron_opd.batching.advantages import no_groups
-from megatron_opd.columns import (
+from megatron_opd.records.columns import (
     COLUMNS,
     DoubleArray,
     GroupColumns,
@@ -20,7 +20,7 @@ from megatron_opd.columns import (
     RankInputs,
     RankPlan,
 )
-from megatron_opd.types import Rollout, Sample, SampleInputs
+from megatron_opd.records.types import Rollout, Sample, SampleInputs
 from sglang_bridge.columns import DrawColumns, arrays_of, axis_of, dtypes
 
 ColumnsT = TypeVar("ColumnsT", bound=RankInputs)

@@ -15,10 +15,10 @@ import numpy as np
 from megatron_opd.batching.advantages import group_columns, no_groups, rows_of
 from megatron_opd.batching.plan import BatchPlan, learner_plan
 from megatron_opd.batching.rank_batch import rank_batch
-from megatron_opd.columns import DoubleArray, GroupColumns, RankBatch, RankPlan
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.types import AnySample, Batch, FloatArray, Sample, sample_here
+from megatron_opd.records.columns import DoubleArray, GroupColumns, RankBatch, RankPlan
+from megatron_opd.records.types import AnySample, Batch, FloatArray, Sample, sample_here
 
 
 @dataclass(frozen=True, slots=True)

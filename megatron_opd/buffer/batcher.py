@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from megatron_opd.buffer.buffer import SampleBuffer
 from megatron_opd.buffer.rejection import SampleRejected
-from megatron_opd.types import AnySample
+from megatron_opd.records.types import AnySample
 
 INCOMPLETE_BATCH = "incomplete_batch"
 

@@ -11,7 +11,7 @@ import asyncio
 from collections import OrderedDict, deque
 from collections.abc import Collection, Sequence
 
-from megatron_opd.types import AnySample
+from megatron_opd.records.types import AnySample
 
 
 class SampleBuffer:

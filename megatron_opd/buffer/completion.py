@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_opd.buffer.buffer import SampleBuffer
-from megatron_opd.types import AnySample
+from megatron_opd.records.types import AnySample
 
 NO_DEADLINE = 1 << 62
 """As max_age: samples are given out in the order in which they were finished alone."""

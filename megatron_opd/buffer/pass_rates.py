@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_opd.config.curriculum import PassRateCurriculum
-from megatron_opd.types import NO_ROW, AnySample, IntArray
+from megatron_opd.records.types import NO_ROW, AnySample, IntArray
 
 RateArray = npt.NDArray[np.float64]
 

@@ -129,7 +129,7 @@ import asyncio
 from collections.abc import Collection, Iterable
 
 from megatron_opd.buffer.rejection import TooOld
-from megatron_opd.types import AnySample, Batch
+from megatron_opd.records.types import AnySample, Batch
 
 TOO_STALE = "too_stale"
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from megatron_opd.buffer.buffer import SampleBuffer
-from megatron_opd.types import AnySample
+from megatron_opd.records.types import AnySample
 
 
 @dataclass(frozen=True, slots=True)

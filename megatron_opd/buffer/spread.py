@@ -28,7 +28,7 @@ from typing import Literal
 import msgspec
 
 from megatron_opd.config.selection import RewardSpread
-from megatron_opd.types import AnySample, Prompt
+from megatron_opd.records.types import AnySample, Prompt
 
 ALL_RIGHT, ALL_WRONG, NO_SPREAD = "all_right", "all_wrong", "no_reward_spread"
 """Reasons that samples are dropped for: every reward of the group is 1, or 0; or neither."""

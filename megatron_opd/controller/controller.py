@@ -52,7 +52,7 @@ from megatron_opd.controller.slots import Slots
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member
 from megatron_opd.controller.turn import Turn
 from megatron_opd.metrics.types import Accounting
-from megatron_opd.types import Batch, Prompt
+from megatron_opd.records.types import Batch, Prompt
 
 
 class Controller(Pipeline):

@@ -19,7 +19,7 @@ from contextlib import asynccontextmanager
 from typing import TypeVar
 
 from megatron_opd.config.schedule import InFlight
-from megatron_opd.types import AnyRollout, with_restarts
+from megatron_opd.records.types import AnyRollout, with_restarts
 
 Result = TypeVar("Result")
 

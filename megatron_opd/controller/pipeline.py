@@ -31,13 +31,7 @@ from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState, Place, place
 from megatron_opd.metrics.types import Accounting, Depths
-from megatron_opd.types import (
-    AnyRollout,
-    AnySample,
-    HeldRollout,
-    HeldSample,
-    Prompt,
-)
+from megatron_opd.records.types import AnyRollout, AnySample, HeldRollout, HeldSample, Prompt
 
 # fewer drops in a row than this never stop a run, however few permits it has
 MIN_DROPS_IN_A_ROW = 16

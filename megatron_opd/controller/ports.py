@@ -13,7 +13,7 @@ from typing import Protocol
 from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
-from megatron_opd.types import (
+from megatron_opd.records.types import (
     AnyRollout,
     AnySample,
     Batch,

@@ -6,10 +6,13 @@ import sys
 from dataclasses import dataclass
 from math import ceil
 
+from megatron_opd.buffer.delays import batch_plan
 from megatron_opd.buffer.planned import BatchPlan
 from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.config.schedule import InFlight, ScheduleConfig
-from megatron_opd.config.site_bounds import open_permits
+from megatron_opd.config.schema import Config
+from megatron_opd.config.selection import RewardSpread
+from megatron_opd.config.site_bounds import is_open, open_permits, slots_by_site
 
 ROUNDS_TOO_OLD = 8
 """As many times may all that sites hold come too old in a row before the run ends. A site that
@@ -98,3 +101,25 @@ class Schedule:
     def syncs_after(self, updates: int) -> bool:
         """Return whether a weight sync follows the update that made it `updates`."""
         return updates % self.kind.sync_every == 0 or updates == self.updates
+
+
+def make_schedule(config: Config) -> Schedule:
+    """Make the schedule of a whole run."""
+    groups, by_site = config.selection.groups, slots_by_site(config)
+    group_size = config.rollout.group_size if config.estimator.reads_groups else 1
+    slots = sum(by_site.values())
+    # all slots are full while at every site members of a group wait for some
+    asked_for = slots + len(by_site) * group_size
+    window = config.sites.max_staleness if is_open(config) else None
+    spread = groups if isinstance(groups, RewardSpread) else None
+    return Schedule(
+        updates=config.run.max_steps,
+        batch_size=config.buffer.batch_size,
+        kind=config.schedule,
+        rollout_slots=asked_for or config.rollout.concurrency,
+        score_slots=config.scoring.concurrency,
+        group_size=group_size,
+        groups=None if spread is None else GroupRule(spread, config.estimator.distils),
+        plan=batch_plan(config.schedule, config.run.seed, config.run.max_steps),
+        afar=Afar(slots, window) if slots else None,
+    )

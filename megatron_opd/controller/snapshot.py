@@ -17,7 +17,7 @@ import msgspec
 
 from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.buffer.spread import SpreadState
-from megatron_opd.types import Prompt, Rollout, Sample
+from megatron_opd.records.types import Prompt, Rollout, Sample
 
 FORMAT = 1
 

@@ -14,7 +14,7 @@ import numpy as np
 from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.controller.snapshot import ControllerState, Member
-from megatron_opd.types import NO_ROW, Rollout
+from megatron_opd.records.types import NO_ROW, Rollout
 from sglang_bridge.columns import arrays_of, axis_of
 from sglang_bridge.protocol import DrawCache
 

@@ -21,8 +21,8 @@ import numpy as np
 
 from megatron_opd.buffer.pass_rates import CurriculumState, PassRates
 from megatron_opd.config.curriculum import PassRateCurriculum
-from megatron_opd.data.seeds import CURRICULUM, derived_seed
-from megatron_opd.types import AnySample, Prompt
+from megatron_opd.records.seeds import CURRICULUM, derived_seed
+from megatron_opd.records.types import AnySample, Prompt
 
 
 class Candidates(Protocol):

@@ -14,7 +14,7 @@ from megatron_opd.data.faults import BadRows
 from megatron_opd.data.files import Rows
 from megatron_opd.data.outcomes import Outcome, RowReader, Tally
 from megatron_opd.data.prompt_rules import PromptRules
-from megatron_opd.types import Prompt
+from megatron_opd.records.types import Prompt
 
 AT_ONCE = 16
 """Rows that are read and tokenised together."""

@@ -12,7 +12,7 @@ from megatron_opd.data.end_tokens import Ending
 from megatron_opd.data.response_text import ResponseText
 from megatron_opd.data.tasks import get_task
 from megatron_opd.data.verifying import TaskVerifiers
-from megatron_opd.types import Prompt
+from megatron_opd.records.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)

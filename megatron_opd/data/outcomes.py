@@ -17,7 +17,7 @@ from megatron_opd.data.messages import chat_text
 from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.data.records import Record
 from megatron_opd.data.render import Rendered, Renderer
-from megatron_opd.types import Prompt
+from megatron_opd.records.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

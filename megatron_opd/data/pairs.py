@@ -27,7 +27,7 @@ from megatron_opd.data.template import use_template
 from megatron_opd.data.unread_columns import unread_columns
 from megatron_opd.data.values import listed
 from megatron_opd.models.spec import ModelSpec, read_config
-from megatron_opd.types import IntArray
+from megatron_opd.records.types import IntArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from megatron_opd.data.files import Rows, open_rows
 from megatron_opd.data.outcomes import RowReader, Tally
 from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.data.stream import Prompts
-from megatron_opd.types import Prompt
+from megatron_opd.records.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,8 +16,8 @@ import numpy.typing as npt
 
 from megatron_opd.data.epochs import Epochs, Stretch
 from megatron_opd.data.faults import BadRows
-from megatron_opd.data.seeds import MIXTURE, derived_seed
-from megatron_opd.types import Prompt
+from megatron_opd.records.seeds import MIXTURE, derived_seed
+from megatron_opd.records.types import Prompt
 
 BLOCK = 1024
 """Prompts whose sources are drawn by one generator: finding the n-th draws n / BLOCK times."""

@@ -17,7 +17,7 @@ from megatron_opd.config.wording import shown
 from megatron_opd.data.faults import Unusable
 from megatron_opd.data.key_paths import ABSENT, lookup
 from megatron_opd.data.plain import plain, written_number
-from megatron_opd.types import RightAnswer
+from megatron_opd.records.types import RightAnswer
 
 Row = Mapping[str, Any]
 UNKNOWN_TASK = "unknown_task"

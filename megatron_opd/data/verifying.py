@@ -12,10 +12,10 @@ from megatron_opd.config.verifier import VerifierConfig
 from megatron_opd.data.tasks import TASKS, get_task, get_verifier
 from megatron_opd.data.tasks.base import Verifier
 from megatron_opd.data.tasks.code import CODE
-from megatron_opd.types import RightAnswer
-from megatron_opd.verifiers.messages import Call
-from megatron_opd.verifiers.pool import PoolLimits, WorkerPool
-from megatron_opd.verifiers.reward import FAILED, VerifierFailed, checked_reward
+from megatron_opd.data.verifiers.messages import Call
+from megatron_opd.data.verifiers.pool import PoolLimits, WorkerPool
+from megatron_opd.data.verifiers.reward import FAILED, VerifierFailed, checked_reward
+from megatron_opd.records.types import RightAnswer
 
 
 class TaskVerifiers:

@@ -18,10 +18,10 @@ from typing import Any, Protocol, cast
 from megatron_opd.config.evaluation import reported_ks
 from megatron_opd.data.end_tokens import Ending
 from megatron_opd.data.judge import Judge
-from megatron_opd.data.seeds import EVALUATION, derived_seed
+from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.evaluation.estimates import over_problems, pass_at_k
-from megatron_opd.types import Prompt
-from megatron_opd.verifiers.reward import VerifierFailed
+from megatron_opd.records.seeds import EVALUATION, derived_seed
+from megatron_opd.records.types import Prompt
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import FinishReason, RolloutRequest
 from sglang_bridge.retry import Backoff, is_unanswered, retried

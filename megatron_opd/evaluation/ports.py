@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_opd.evaluation.measure import CompletionPort, EvaluationPlan
-from megatron_opd.types import Prompt
+from megatron_opd.records.types import Prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Declares what a run needs of its servers and its learner, on this machine or on another.
 
-Here they are child processes (sglang_bridge/server/launch.py, cli/learner_process.py), elsewhere
-what a launcher starts (cli/remote.py). Methods may block, so asyncio calls all but exit_code in
+Here they are child processes (sglang_bridge/server/launch.py, launch/learner_process.py), elsewhere
+what a launcher starts (launch/remote.py). Methods may block, so asyncio calls all but exit_code in
 threads.
 """
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from megatron_opd.config.schema import Config
+from megatron_opd.errors import UserError
 from megatron_opd.launch.launcher import CannotPlace
 from megatron_opd.launch.ray_connection import INSTALL
 from megatron_opd.launch.ray_token import require_token_of_dashboard
@@ -19,6 +23,37 @@ LOST_S = 60.0
 """Longest time in seconds for which the dashboard may not answer."""
 EXIT_FAILED = 1
 OVERRIDES = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS")  # Ray would take these for any address
+
+
+JOB_VARIABLE = "MEGATRON_OPD_JOB"
+"""Environment variable with JSON of the configuration's name and text, and of the arguments."""
+COMMAND = ("python3", "-m", "megatron_opd.launch.ray_submitted")
+
+
+def submit_run(config: Config, name: str, text: str, arguments: Sequence[str]) -> int:
+    """Run `opd run` there, print what it prints, and return its exit code.
+
+    name, text: of the configuration's file. arguments: what follows its name in the command line.
+    UserError: it cannot be run there.
+    """
+    settings, insecure = config.cluster.ray, config.security.insecure
+    assert settings.submit is not None
+    job = {
+        "name": name,
+        "config": text,
+        "arguments": list(arguments),
+        "directory": None if settings.directory is None else str(settings.directory),
+    }
+    try:
+        variables = {JOB_VARIABLE: json.dumps(job)}
+        return run_job(settings.submit, COMMAND, variables, _show, insecure=insecure)
+    except CannotPlace as error:
+        raise UserError(str(error)) from None
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def run_job(

@@ -112,7 +112,7 @@ def worker_spec(
 def worker_arguments(config_file: Path, index: int, host: str, controller: str) -> tuple[str, ...]:
     """Return the arguments of Python for a data worker. host: where learner ranks reach it."""
     return (
-        *("-m", "megatron_opd.cli.data_worker", str(config_file)),
+        *("-m", "megatron_opd.data_workers", str(config_file)),
         *("--controller", controller, "--index", str(index), "--host", host),
     )
 

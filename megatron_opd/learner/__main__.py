@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sft import SftConfig
-from megatron_opd.transport.lifetime import die_with_parent
+from sglang_bridge.lifetime import die_with_parent
 
 EXIT_BAD_INPUT = 2
 LOOPBACK = "127.0.0.1"
@@ -50,7 +50,7 @@ def main() -> int:
     arguments = build_parser().parse_args()
     die_with_parent()
     # seconds of imports, so after the above
-    from megatron_opd.transport.store import keep_groups_on
+    from megatron_opd.weight_sync.store import keep_groups_on
 
     try:
         if not arguments.sft:

@@ -20,9 +20,6 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_opd.learner.handing_out import share_header
-from megatron_opd.transport.gate import guard_socket, show_keys
-from megatron_opd.transport.keys import FILE_VARIABLE, KEYS_FILE, RankKeys
-from megatron_opd.transport.lifetime import EXIT_LOST
 from megatron_opd.transport.messages import (
     BadMessage,
     Failed,
@@ -34,8 +31,11 @@ from megatron_opd.transport.messages import (
     decode_request,
     encode,
 )
-from megatron_opd.transport.receiving import received_now
+from megatron_opd.wire.gate import guard_socket, show_keys
+from megatron_opd.wire.keys import FILE_VARIABLE, KEYS_FILE, RankKeys
+from megatron_opd.wire.receiving import received_now
 from sglang_bridge.errors import one_line
+from sglang_bridge.lifetime import EXIT_LOST
 
 if TYPE_CHECKING:
     from megatron_opd.learner.world import World

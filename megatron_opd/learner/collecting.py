@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from megatron_opd.data_workers.taking import CannotTake, Taking, by_address
 from megatron_opd.transport.frames import with_samples
-from megatron_opd.transport.keys import RankKeys
 from megatron_opd.transport.messages import Train
-from megatron_opd.workers.taking import CannotTake, Taking, by_address
+from megatron_opd.wire.keys import RankKeys
 
 SILENT_S = 60.0
 """A worker that gives nothing for so long gives nothing."""

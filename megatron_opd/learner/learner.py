@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.checkpoint.export import export_hf
-from megatron_opd.columns import RankInputs
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.balancing import Balancing
@@ -53,7 +52,8 @@ from megatron_opd.losses.weights import read_by_any
 from megatron_opd.metrics.mismatch_limits import Bound, ModelsDiffer
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.planning.flops import PEAK_BF16_TFLOPS, Work, mfu, train_flops
+from megatron_opd.records.columns import RankInputs
+from megatron_opd.sizing.flops import PEAK_BF16_TFLOPS, Work, mfu, train_flops
 from megatron_opd.transport.messages import LearnerInfo, Replay, Scores, UpdateMetrics
 
 
@@ -304,7 +304,7 @@ class MegatronLearner:
         return int(count)
 
     def _with_speed(self, metrics: UpdateMetrics, batch: RankInputs) -> UpdateMetrics:
-        """Add the update's model FLOPs (planning/flops.py) over the time of its optimizer steps.
+        """Add the update's model FLOPs (sizing/flops.py) over the time of its optimizer steps.
 
         Other forward passes (learner/passes.py) count neither as FLOPs nor as time.
         """

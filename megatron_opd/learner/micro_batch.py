@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_opd.columns import LossColumns, RankBatch, RankInputs
 from megatron_opd.learner.layout import PackLayout, Rows
 from megatron_opd.learner.routing import Routing
 from megatron_opd.losses.cache import Cache, Unscored
 from megatron_opd.losses.host import HostColumns, sent
+from megatron_opd.records.columns import LossColumns, RankBatch, RankInputs
 from sglang_bridge.columns import arrays_of, axis_of
 
 

@@ -29,14 +29,14 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from megatron_opd.columns import RankInputs
 from megatron_opd.config.learner import LearnerConfig, RoutingReplay, RoutingWeights
 from megatron_opd.learner.gates import with_sampled_gates
 from megatron_opd.learner.routing_checks import check_experts, check_gates, check_replay
 from megatron_opd.learner.world import World
 from megatron_opd.losses.host import sent
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.types import ExpertArray, GateArray
+from megatron_opd.records.columns import RankInputs
+from megatron_opd.records.types import ExpertArray, GateArray
 
 TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 

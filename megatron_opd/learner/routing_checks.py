@@ -10,7 +10,7 @@ import numpy as np
 from megatron_opd.config.defaults import BYPASSES
 from megatron_opd.config.learner import RoutingReplay
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.types import ExpertArray, GateArray
+from megatron_opd.records.types import ExpertArray, GateArray
 
 # Float32 weights of a token are this near to their sum.
 GATE_SLACK = 1e-4

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_opd.columns import RankInputs
 from megatron_opd.learner.world import World
-from megatron_opd.types import FloatArray
+from megatron_opd.records.columns import RankInputs
+from megatron_opd.records.types import FloatArray
 
 
 def whole_batch(found: Sequence[torch.Tensor], batch: RankInputs, world: World) -> FloatArray:

@@ -26,7 +26,6 @@ from megatron_opd.metrics.mismatch_limits import ModelsDiffer
 from megatron_opd.models.shared_ids import num_shared_ids
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.frames import MIN_FRAME_BYTES, largest_frame_bytes
-from megatron_opd.transport.keys import RankKeys, rank_keys
 from megatron_opd.transport.messages import (
     DigestPieces,
     Digests,
@@ -50,6 +49,7 @@ from megatron_opd.transport.messages import (
 )
 from megatron_opd.weight_sync.digests import piece_digests
 from megatron_opd.weight_sync.transport import transport_kind
+from megatron_opd.wire.keys import RankKeys, rank_keys
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
 

@@ -1,6 +1,6 @@
 """Runs torchrun so that it ends with its parent: `python -m megatron_opd.learner.torchrun`.
 
-Ranks end with torchrun, torchrun with the process that started it (transport/lifetime.py): a run
+Ranks end with torchrun, torchrun with the process that started it (lifetime.py): a run
 that is killed with SIGKILL leaves no learner behind. Its store listens on --master-addr alone
 (default: loopback, on a free port), and it leaves no directory behind when it ends or is told to.
 """
@@ -12,7 +12,7 @@ import sys
 import tempfile
 from typing import Any
 
-from megatron_opd.transport.lifetime import PARENT_VARIABLE, die_with_parent
+from sglang_bridge.lifetime import PARENT_VARIABLE, die_with_parent
 from sglang_bridge.ports import free_port
 
 LOOPBACK = "127.0.0.1"
@@ -28,7 +28,7 @@ def torchrun(arguments: list[str]) -> None:
     )
     from torch.distributed.run import main
 
-    from megatron_opd.transport.store import bound_store
+    from megatron_opd.weight_sync.store import bound_store
 
     create = static_tcp_rendezvous.create_rdzv_handler
 

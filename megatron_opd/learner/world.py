@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import HashStore, Store, TCPStore
 from megatron_opd.config.kernels import Kernels, choose_kernels
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner.layout import PackLayout
-from megatron_opd.transport.store import bound_store
+from megatron_opd.weight_sync.store import bound_store
 
 
 @dataclass(frozen=True)

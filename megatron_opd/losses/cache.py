@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from megatron_opd.columns import LossColumns
 from megatron_opd.losses.host import Bools, HostColumns, sent
+from megatron_opd.records.columns import LossColumns
 from sglang_bridge.columns import axis_of
 
 

@@ -11,7 +11,7 @@ log-probs, equal ids repeated: 64 * 12 = 768 bytes a token, response ids not cou
 from __future__ import annotations
 
 from megatron_opd.metrics.types import Sum
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 
 
 class CacheSizes:

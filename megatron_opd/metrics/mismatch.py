@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.types import FloatArray
+from megatron_opd.records.types import FloatArray
 
 DoubleArray = npt.NDArray[np.float64]
 QUANTILES = {"median": 0.5, "p90": 0.9, "max": 1.0}

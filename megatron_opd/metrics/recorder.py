@@ -27,7 +27,7 @@ from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.metrics.window import COLUMNS, Window
-from megatron_opd.types import AnyRollout, AnySample, Batch, Prompt
+from megatron_opd.records.types import AnyRollout, AnySample, Batch, Prompt
 from sglang_bridge.work import ServerWork
 
 logger = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class Display(Protocol):
 
 
 class Probe(Protocol):
-    """Measures batches beside the run (teacher/health.py)."""
+    """Measures batches beside the run (rollout/teacher_health.py)."""
 
     def start(self, batch: Batch) -> None:
         """Begin to measure a batch, if it is its turn."""

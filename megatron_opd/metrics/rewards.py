@@ -10,7 +10,7 @@ from collections import defaultdict
 import numpy as np
 
 from megatron_opd.metrics.types import Mean
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 
 
 class RewardStats:

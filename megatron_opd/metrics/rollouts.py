@@ -19,7 +19,7 @@ import numpy as np
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.metrics.sinks import RowFile
 from megatron_opd.metrics.token_texts import Decode, token_texts
-from megatron_opd.types import (
+from megatron_opd.records.types import (
     AnyRollout,
     AnySample,
     Batch,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_opd.metrics.types import Max, Mean, UpdateFigures
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 
 
 class RoutingTotals:

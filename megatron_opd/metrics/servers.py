@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from megatron_opd.metrics.types import WeightSyncReport
-from megatron_opd.types import AnyRollout
+from megatron_opd.records.types import AnyRollout
 
 
 class SampledByServer:

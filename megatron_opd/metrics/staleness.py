@@ -7,7 +7,7 @@ A sample's is that of its oldest token; a partial rollout has tokens of more tha
 from __future__ import annotations
 
 from megatron_opd.metrics.types import Histogram
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 
 
 class StalenessCounts:

@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping
 from functools import reduce
 
-from megatron_opd.sample_figures import NEAR_NATS, ScoreShape
-from megatron_opd.types import Batch
+from megatron_opd.records.sample_figures import NEAR_NATS, ScoreShape
+from megatron_opd.records.types import Batch
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ import msgspec
 
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.metrics.types import Depths, UpdateFigures, WeightSyncReport
-from megatron_opd.types import AnyRollout, AnySample, Batch
+from megatron_opd.records.types import AnyRollout, AnySample, Batch
 from sglang_bridge.work import ServerWork
 
 PIPELINE, TEACHER, LEARNER, SYNC = "pipeline", "teacher scoring", "learner", "weight sync"

@@ -13,7 +13,7 @@ from megatron_opd.metrics.routing import RoutingTotals
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.throughput import StageTimes, Throughput
 from megatron_opd.metrics.types import Max, Mean, UpdateFigures, WeightSyncReport
-from megatron_opd.types import AnyRollout, Batch
+from megatron_opd.records.types import AnyRollout, Batch
 
 
 class RunTotals:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from megatron_opd.metrics.intervals import BusyTime
 from megatron_opd.metrics.types import Depths, WeightSyncReport
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 
 COLUMNS = (
     "window_updates",

@@ -8,10 +8,16 @@ from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from megatron_opd.buffer.rejection import RolloutRejected
+from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import RolloutConfig
 from megatron_opd.config.supports import Support
-from megatron_opd.data.seeds import ROLLOUT, derived_seed
-from megatron_opd.types import AnyRollout, Prompt, Rollout, VersionSpan
+from megatron_opd.records.seeds import ROLLOUT, derived_seed
+from megatron_opd.records.types import (
+    AnyRollout,
+    Prompt,
+    Rollout,
+    VersionSpan,
+)
 from sglang_bridge.errors import BadReply, RequestAborted, ServerUnreachable
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.retry import Backoff, is_unanswered, retried
@@ -167,4 +173,27 @@ def as_rollout(
         restarts=restarts,
         experts_XLk=reply.experts_XLk,
         gates_XLk=reply.gates_XLk,
+    )
+
+
+def make_generator(
+    config: Config,
+    fleet: RolloutFleet,
+    vocab_size: int,
+    run_id: str,
+    end_ids: tuple[int, ...],
+    sample: Sampler | None = None,
+) -> RolloutGenerator:
+    """Make what samples rollouts from `fleet`. end_ids: the ids that end a response."""
+    return RolloutGenerator(
+        fleet,
+        config.rollout,
+        config.estimator.support,
+        vocab_size,
+        run_id,
+        stop_token_ids=end_ids,
+        routed_experts=config.learner.replays_experts,
+        routed_gates=config.learner.replays_gates,
+        seed=config.run.seed,
+        sample=sample,
     )

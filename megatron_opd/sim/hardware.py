@@ -16,13 +16,13 @@ from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.simulation import Gpu
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.planning.flops import active_layer_elements
-from megatron_opd.planning.parameters import model_parameters
-from megatron_opd.planning.recompute import recomputed_elements
-from megatron_opd.planning.servers import server_memory
-from megatron_opd.planning.settings import Settings
 from megatron_opd.sim.costs import Costs, EngineCost, LearnerCost, ScoreCost, SyncCost
 from megatron_opd.sim.exchanges import bubble_factor, exchange_seconds
+from megatron_opd.sizing.flops import active_layer_elements
+from megatron_opd.sizing.parameters import model_parameters
+from megatron_opd.sizing.recompute import recomputed_elements
+from megatron_opd.sizing.servers import server_memory
+from megatron_opd.sizing.settings import Settings
 from megatron_opd.weight_sync.sizes import SyncSizes, sync_sizes
 
 GB = 1e9

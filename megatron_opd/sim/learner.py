@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from megatron_opd.batching.apart import share_out
+from megatron_opd.records.types import AnySample, Batch
 from megatron_opd.sim.costs import LearnerCost, SyncCost
 from megatron_opd.sim.host import Host
-from megatron_opd.types import AnySample, Batch
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import WeightPiece

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from statistics import NormalDist
 
-from megatron_opd.data.seeds import derived_seed
+from megatron_opd.records.seeds import derived_seed
 from megatron_opd.sim.costs import Lengths, LognormalLengths, RecordedLengths
 
 LENGTH = "length"

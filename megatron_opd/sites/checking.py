@@ -17,10 +17,10 @@ import numpy as np
 from megatron_opd.batching.rank_batch import check_sample
 from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.records.types import AnyRollout, FloatArray, OffsetArray, Prompt, Sample
+from megatron_opd.rollout.overlong import Length
 from megatron_opd.sites.messages import Done
-from megatron_opd.teacher.overlong import Length
 from megatron_opd.transport.samples import FRAMES, Frames, decode_sample
-from megatron_opd.types import AnyRollout, FloatArray, OffsetArray, Prompt, Sample
 from sglang_bridge.arrays import LOGP_SLACK
 from sglang_bridge.errors import one_line
 from sglang_bridge.parse import NOTHING_KNOWN, length_fault

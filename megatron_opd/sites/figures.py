@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron_opd.link.counts import LinkCounts
 from megatron_opd.metrics.types import Max, Mean
+from megatron_opd.wire.link.counts import LinkCounts
 
 
 @dataclass(slots=True)

@@ -25,8 +25,7 @@ from functools import partial
 from typing import Any
 
 from megatron_opd.controller.ports import TeacherScorer
-from megatron_opd.link.events import Broken, Mended, Received, Restarted
-from megatron_opd.link.wire import BULK, URGENT
+from megatron_opd.records.types import Sample, rollout_here
 from megatron_opd.sites.checking import SampleRules
 from megatron_opd.sites.figures import SiteFigures, SitesNow, columns
 from megatron_opd.sites.greeting import refusal
@@ -57,7 +56,8 @@ from megatron_opd.sites.suspicion import Suspicions
 from megatron_opd.sites.together import Failure, together
 from megatron_opd.transport.messages import BadMessage
 from megatron_opd.transport.samples import Frames
-from megatron_opd.types import Sample, rollout_here
+from megatron_opd.wire.link.events import Broken, Mended, Received, Restarted
+from megatron_opd.wire.link.wire import BULK, URGENT
 from sglang_bridge.errors import one_line
 
 logger = logging.getLogger(__name__)

@@ -14,14 +14,21 @@ from functools import partial
 
 from megatron_opd.buffer.rejection import RolloutRejected, SampleRejected, SamplesLost, TooOld
 from megatron_opd.controller.ports import TeacherScorer
-from megatron_opd.link.counts import LinkCounts
+from megatron_opd.records.types import (
+    AnyRollout,
+    AnySample,
+    Prompt,
+    Rollout,
+    Sample,
+    rollout_here,
+)
 from megatron_opd.sites.checking import MOST_S, Forged, SampleRules, received_sample
 from megatron_opd.sites.member import Member
 from megatron_opd.sites.messages import DETAIL_CHARS, Done, Forget, Gone, Task, ToSite
 from megatron_opd.sites.pending import Gift, Pending
 from megatron_opd.sites.settings import IntakeSettings
 from megatron_opd.transport.samples import Frames
-from megatron_opd.types import AnyRollout, AnySample, Prompt, Rollout, Sample, rollout_here
+from megatron_opd.wire.link.counts import LinkCounts
 from sglang_bridge.arrays import pack
 from sglang_bridge.errors import one_line
 

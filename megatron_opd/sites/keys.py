@@ -17,7 +17,7 @@ from typing import Any, Self
 import zmq
 
 from megatron_opd.config.sites import LEARNER_KEYS
-from megatron_opd.transport.keys import read_private, sound_key, write_private
+from megatron_opd.wire.keys import read_private, sound_key, write_private
 
 DIRECTORY = "sites"
 DIRECTORY_MODE = 0o700

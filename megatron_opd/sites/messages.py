@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_opd.sample_figures import ScoreShape
-from megatron_opd.types import RightAnswer
+from megatron_opd.records.sample_figures import ScoreShape
+from megatron_opd.records.types import RightAnswer
 from megatron_opd.weight_sync.decoding import decoded
 
 PROTOCOL = 3

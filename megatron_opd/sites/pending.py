@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from megatron_opd.types import Prompt
+from megatron_opd.records.types import Prompt
 
 
 @dataclass(slots=True)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
-from megatron_opd.link.counts import LinkCounts
-from megatron_opd.link.events import Event
-from megatron_opd.link.wire import URGENT
 from megatron_opd.sites.messages import ToSite, Want
 from megatron_opd.transport.samples import Frames
+from megatron_opd.wire.link.counts import LinkCounts
+from megatron_opd.wire.link.events import Event
+from megatron_opd.wire.link.wire import URGENT
 
 Send = Callable[[str, ToSite, Sequence[bytes]], Awaitable[None]]
 """Sends a record, and frames behind it, to a site; waits while its link is full."""

@@ -15,10 +15,10 @@ from typing import Any
 
 from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.controller.ports import RolloutEngine, TeacherScorer
+from megatron_opd.records.types import Prompt, Sample, rollout_here, sample_here
 from megatron_opd.sites.messages import DETAIL_CHARS, Done, Gone, Task
 from megatron_opd.sites.together import Failure
 from megatron_opd.transport.samples import Frames, encode_sample
-from megatron_opd.types import Prompt, Sample, rollout_here, sample_here
 from sglang_bridge.arrays import unpack
 from sglang_bridge.errors import one_line
 

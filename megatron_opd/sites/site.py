@@ -15,8 +15,6 @@ from typing import Protocol
 
 import msgspec
 
-from megatron_opd.link.events import Broken, Event, Mended, Received, Restarted
-from megatron_opd.link.wire import URGENT
 from megatron_opd.sites.absence import Absence, Patience
 from megatron_opd.sites.messages import (
     Again,
@@ -41,6 +39,8 @@ from megatron_opd.sites.site_weights import SiteWeights
 from megatron_opd.sites.together import together
 from megatron_opd.transport.messages import BadMessage
 from megatron_opd.transport.samples import Frames
+from megatron_opd.wire.link.events import Broken, Event, Mended, Received, Restarted
+from megatron_opd.wire.link.wire import URGENT
 from sglang_bridge.errors import one_line
 
 logger = logging.getLogger(__name__)

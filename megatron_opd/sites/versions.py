@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.types import Phase, WeightSyncReport
+from megatron_opd.records.types import LearnerTurn
 from megatron_opd.sites.messages import Missing, Offer, Piece, Want
 from megatron_opd.sites.ports import Send
 from megatron_opd.sites.shelf import BadWant, NotOnShelf, Shelf
 from megatron_opd.sites.together import Failure
-from megatron_opd.types import LearnerTurn
 from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, Written, decode, encode
 from megatron_opd.weight_sync.session import ALONE
 from megatron_opd.weight_sync.transport import AskLearner

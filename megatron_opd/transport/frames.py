@@ -9,8 +9,9 @@ import numpy as np
 
 from megatron_opd.batching.rank_batch import rank_batch, rank_inputs
 from megatron_opd.batching.shares import Share
-from megatron_opd.columns import DoubleArray, GroupColumns, RankBatch, RankInputs, RankPlan
 from megatron_opd.config.schema import Config
+from megatron_opd.records.columns import DoubleArray, GroupColumns, RankBatch, RankInputs, RankPlan
+from megatron_opd.records.types import HeldSample
 from megatron_opd.transport.samples import (
     FRAMES,
     Buffer,
@@ -19,7 +20,6 @@ from megatron_opd.transport.samples import (
     decode_sample,
     frames_of,
 )
-from megatron_opd.types import HeldSample
 from sglang_bridge.columns import arrays_of, dtypes
 from sglang_bridge.errors import one_line
 

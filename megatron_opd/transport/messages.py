@@ -53,7 +53,7 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
     effective_sample_fraction: (sum w)^2 / (n sum w^2). truncated_fraction,
     stopped_fraction: weight share whose ratio the correction changed, whose gradient the trust
     region stopped. excluded_ids: of teacher log-prob -inf. peak_rss_bytes: summed over the
-    learner's ranks. tflops_per_rank: model TFLOP/s (planning/flops.py) of one GPU; mfu: that over
+    learner's ranks. tflops_per_rank: model TFLOP/s (sizing/flops.py) of one GPU; mfu: that over
     its bfloat16 peak, of 1; None where the peak is not known. cpu_s: CPU seconds of the first rank.
     """
 

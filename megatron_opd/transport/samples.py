@@ -19,7 +19,7 @@ import numpy as np
 
 from megatron_opd.batching.rank_batch import check_inputs, check_sample
 from megatron_opd.config.supports import Support
-from megatron_opd.types import (
+from megatron_opd.records.types import (
     ExpertArray,
     FloatArray,
     GateArray,

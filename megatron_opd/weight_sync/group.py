@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
-from megatron_opd.transport.store import bound_store
+from megatron_opd.weight_sync.store import bound_store
 from sglang_bridge.weights.lanes import forget_lanes
 
 

@@ -1,7 +1,7 @@
 """Says which rank holds which part of which Hugging Face tensor, for a learner and for a server.
 
 Both follow from config.json and the layouts alone, so that a plan can be made, and printed, before
-anything runs. Torch-free. Rank order is Megatron's, see planning/layout.py.
+anything runs. Torch-free. Rank order is Megatron's, see sizing/layout.py.
 """
 
 from __future__ import annotations
@@ -16,12 +16,7 @@ from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.families import Key, Row, hf_names, row_of
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import Shape, model_keys, qkv_parts, row_shapes
-from megatron_opd.planning.layout import (
-    dense_axes,
-    expert_axes,
-    groups_along,
-    stage_layers,
-)
+from megatron_opd.sizing.layout import dense_axes, expert_axes, groups_along, stage_layers
 from sglang_bridge.weights.formats import (
     NUMBERS,
     PLAIN,

@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.metrics.types import WeightSyncReport
-from megatron_opd.types import LearnerTurn
+from megatron_opd.records.types import LearnerTurn
 from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.steps import DigestingLearner, Steps, SyncedFleet
 from megatron_opd.weight_sync.transport import FleetPart, OverlappingPart

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.planning.learner import weight_bytes
+from megatron_opd.sizing.learner import weight_bytes
 from megatron_opd.weight_sync.holdings import as_held, learner_holdings, server_holdings
 from megatron_opd.weight_sync.reshard import (
     bytes_passed_on,

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
 

@@ -16,7 +16,6 @@ from safetensors.torch import load_file, save_file
 from torch.distributed import distributed_c10d
 
 from megatron_opd.batching.shares import shares
-from megatron_opd.columns import RankBatch, RankInputs
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.schema import Config
@@ -29,9 +28,10 @@ from megatron_opd.learner.sft import run_sft
 from megatron_opd.losses.vocab_parallel import gather_logp
 from megatron_opd.models.shards import local_shards
 from megatron_opd.models.views import views_by_name
-from megatron_opd.transport.keys import RANK_VARIABLE
-from megatron_opd.types import Batch
+from megatron_opd.records.columns import RankBatch, RankInputs
+from megatron_opd.records.types import Batch
 from megatron_opd.weight_sync.holdings import learner_holdings
+from megatron_opd.wire.keys import RANK_VARIABLE
 from sglang_bridge.protocol import BucketSpec
 from tests.support.wire import KEYS
 

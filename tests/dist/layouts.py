@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.dist import jobs
 from tests.dist.worlds import run_world
 from tests.support.figures import relative

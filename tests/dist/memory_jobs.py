@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megatron_opd.learner import memory
 from megatron_opd.learner.memory import UpdateMemory
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.dist.jobs import make_learner
 from tests.dist.state_jobs import digest, keeper, train, weights
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state as ps
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.dist.jobs import make_learner, share
 
 

@@ -11,14 +11,14 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_opd.batching.shares import shares
-from megatron_opd.columns import RankBatch, RankInputs
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner import reading
 from megatron_opd.learner.reading import ShareReader
+from megatron_opd.records.columns import RankBatch, RankInputs
+from megatron_opd.records.types import Batch
 from megatron_opd.transport.frames import from_frames, sizes_of, to_frames
 from megatron_opd.transport.messages import Train
 from megatron_opd.transport.samples import FRAMES
-from megatron_opd.types import Batch
 from sglang_bridge.arrays import pack
 from tests.dist.jobs import make_learner, part
 

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_opd.columns import RankInputs
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.forward import run_mini_batch
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.micro_batch import DistilMicro, distil_micros
 from megatron_opd.learner.totals import Totals
-from megatron_opd.types import Batch
+from megatron_opd.records.columns import RankInputs
+from megatron_opd.records.types import Batch
 from tests.dist.jobs import make_learner, share
 
 

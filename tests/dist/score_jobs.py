@@ -8,8 +8,8 @@ import numpy as np
 import torch.distributed as dist
 
 from megatron_opd.batching.shares import scoring_shares
+from megatron_opd.records.types import Batch
 from megatron_opd.transport.messages import Replay
-from megatron_opd.types import Batch
 from tests.dist.jobs import make_learner, part
 
 

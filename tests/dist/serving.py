@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_opd.config.schema import Config
+from megatron_opd.records.types import Batch
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
 from megatron_opd.transport.samples import decode_sample, encode_sample
-from megatron_opd.transport.zmq import Admission, RemoteLearner
-from megatron_opd.types import Batch
 from tests.dist import jobs
 from tests.dist.worlds import World
 from tests.support.wire import KEYS

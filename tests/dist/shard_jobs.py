@@ -25,7 +25,7 @@ from megatron_opd.learner.model import build_model
 from megatron_opd.learner.world import World, init_world
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.spec import ModelSpec, read_model_spec
-from megatron_opd.planning.learner import weight_bytes
+from megatron_opd.sizing.learner import weight_bytes
 from megatron_opd.weight_sync.digests import piece_digests
 from megatron_opd.weight_sync.holdings import as_held, learner_holdings, server_holdings
 from megatron_opd.weight_sync.plan import ServerLayout

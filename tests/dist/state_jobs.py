@@ -18,7 +18,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.state.state import LearnerState
 from megatron_opd.learner.state.write import ShardWriter
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.dist.jobs import make_learner, share
 
 REPORTED = ("loss", "grad_norm", "reverse_kl_nats", "mismatch_tokens")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_opd.metrics.mismatch_limits import MOST_RATIO, SMALL, Bound, Gap, Limits
-from megatron_opd.types import Batch, Sample, VersionSpan
+from megatron_opd.records.types import Batch, Sample, VersionSpan
 from tests.dist import bound_jobs
 from tests.dist.caches import load_float64, make_batch, oracle_update, response_logp
 from tests.dist.layouts import ADAM

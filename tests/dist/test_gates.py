@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file
 
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.dist import jobs
 from tests.dist.caches import (
     make_batch,

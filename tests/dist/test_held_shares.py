@@ -9,13 +9,13 @@ import pytest
 
 from megatron_opd.batching.shares import Share, shares
 from megatron_opd.buffer.rejection import SamplesLost
-from megatron_opd.cli import wiring
-from megatron_opd.cli.wiring import BatchLearner
 from megatron_opd.config.schema import Config
+from megatron_opd.data_workers.taking import TRIES
+from megatron_opd.records.types import Batch, HeldSample
+from megatron_opd.run import build as wiring
+from megatron_opd.run.batch_learner import BatchLearner
 from megatron_opd.transport.messages import UpdateMetrics
-from megatron_opd.transport.zmq import RemoteLearner
-from megatron_opd.types import Batch, HeldSample
-from megatron_opd.workers.taking import TRIES
+from megatron_opd.transport.remote_learner import RemoteLearner
 from sglang_bridge.protocol import WeightPiece
 from tests.dist.caches import make_batch, oracle_update
 from tests.dist.serving import START_S, arrived, make_config, served

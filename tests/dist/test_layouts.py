@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.dist import jobs
 from tests.dist.caches import (
     chosen,

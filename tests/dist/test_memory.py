@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.dist import memory_jobs, state_jobs
 from tests.dist.caches import make_batch
 from tests.dist.worlds import run_world

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_opd.transport.keys import KEYS_FILE, RunKeys
+from megatron_opd.wire.keys import KEYS_FILE, RunKeys
 from tests.support.networks import Network, network, why_not
 
 CONTROLLER, LEARNER, STRANGER = "10.77.0.1", "10.77.0.2", "10.77.0.3"

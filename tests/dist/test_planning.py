@@ -9,12 +9,12 @@ import pytest
 
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.planning.activations import BYTES, Shapes
-from megatron_opd.planning.layout import in_flight_chunks, rank_groups, stage_layers
-from megatron_opd.planning.learner import learner_memory
-from megatron_opd.planning.recompute import kept_bytes
-from megatron_opd.planning.settings import Settings
-from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.sizing.activations import BYTES, Shapes
+from megatron_opd.sizing.layout import in_flight_chunks, rank_groups, stage_layers
+from megatron_opd.sizing.learner import learner_memory
+from megatron_opd.sizing.recompute import kept_bytes
+from megatron_opd.sizing.settings import Settings
 from sglang_bridge.protocol import DrawCache
 from tests.dist import planning_jobs
 from tests.dist.worlds import run_world

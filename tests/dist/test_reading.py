@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.dist import reading_jobs
 from tests.dist.caches import make_batch, random_experts, random_gates, with_experts, with_gates
 from tests.dist.reading_jobs import DAMAGES

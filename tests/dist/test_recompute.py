@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.dist import jobs
 from tests.dist.caches import make_batch
 from tests.dist.layouts import ADAM, weights

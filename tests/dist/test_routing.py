@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_opd.types import Batch, VersionSpan
+from megatron_opd.records.types import Batch, VersionSpan
 from tests.dist import caches, jobs, routing_jobs
 from tests.dist.caches import (
     chosen,

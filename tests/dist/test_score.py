@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_opd.metrics.mismatch import compare
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.dist import caches, jobs, score_jobs
 from tests.dist.caches import load_float64, make_batch, with_experts, with_gates
 from tests.dist.forced_gates import ForcedGates

@@ -24,10 +24,8 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.transport.keys import RANK_VARIABLE
-from megatron_opd.transport.lifetime import EXIT_LOST
-from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
+from megatron_opd.transport.remote_learner import Admission, LearnerError, RemoteLearner
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     ListBuckets,
@@ -41,6 +39,8 @@ from megatron_opd.weight_sync.broadcast_messages import (
 )
 from megatron_opd.weight_sync.plan import ServerLayout
 from megatron_opd.weight_sync.shards import Shards
+from megatron_opd.wire.keys import RANK_VARIABLE
+from sglang_bridge.lifetime import EXIT_LOST
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 from sglang_bridge.weights.digest import as_text, digest
@@ -356,7 +356,7 @@ import asyncio
 from pathlib import Path
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
-from megatron_opd.transport.zmq import Admission, RemoteLearner
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
 from tests.support.wire import KEYS
 async def main():
     remote = RemoteLearner(load_config(Config, Path({str(tmp_path / "config.yaml")!r})),

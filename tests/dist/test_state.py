@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from megatron_opd.checkpoint.restricted_metadata import read_metadata
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs, verify
 from megatron_opd.checkpoint.state_files import read_sums, sums_name, write_sums
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.dist import state_jobs
 from tests.dist.caches import make_batch
 from tests.dist.worlds import World, run_world

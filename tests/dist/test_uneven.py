@@ -8,7 +8,7 @@ import pytest
 
 from megatron_opd.batching.plan import learner_plan
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.dist import caches, jobs, uneven_jobs
 from tests.dist.caches import make_batch, with_experts
 from tests.dist.layouts import ADAM, BALANCED, OVERLAP, gaps

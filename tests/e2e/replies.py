@@ -12,9 +12,9 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.preflight import check_ends
 from megatron_opd.data.end_tokens import read_end_tokens
+from megatron_opd.errors import UserError
+from megatron_opd.inputs.models import check_ends
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import (
     RolloutReply,

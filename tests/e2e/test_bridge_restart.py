@@ -10,8 +10,8 @@ import pytest
 
 from megatron_opd.config.sections import RolloutConfig
 from megatron_opd.config.supports import McSupport
+from megatron_opd.records.types import Prompt, Rollout
 from megatron_opd.rollout.generator import RolloutGenerator
-from megatron_opd.types import Prompt, Rollout
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess

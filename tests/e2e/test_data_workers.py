@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_opd.transport.keys import KEYS_FILE
+from megatron_opd.wire.keys import KEYS_FILE
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, Sections, tiny_spec
 from tests.e2e.runs import BATCH, START_TIMEOUT_S, Finished, Running, write_config
@@ -19,7 +19,7 @@ from tests.support.secrets import all_arguments, found_in, secrets_in
 pytestmark = pytest.mark.e2e
 
 UPDATES, MANY = 4, 12
-WORKER = "megatron_opd.cli.data_worker"
+WORKER = "megatron_opd.data_workers"
 Start = Callable[..., Running]
 
 

@@ -10,9 +10,9 @@ from megatron_opd.config.metrics import MetricsConfig
 from megatron_opd.config.sections import RolloutConfig
 from megatron_opd.config.supports import PathSupport
 from megatron_opd.metrics.opd_health import Scored, measure
+from megatron_opd.records.types import Prompt, Rollout
 from megatron_opd.rollout.generator import RolloutGenerator
-from megatron_opd.teacher.health import HealthProbe
-from megatron_opd.types import Prompt, Rollout
+from megatron_opd.rollout.teacher_health import HealthProbe
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess

@@ -19,11 +19,11 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
-from megatron_opd.cli.mismatch_options import Options
-from megatron_opd.cli.mismatch_run import MismatchRun
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch import compare
-from megatron_opd.mismatch import DECODE, FREE, GATED, PREFILL, REPLAYED, Measured
+from megatron_opd.mismatch.measure import DECODE, FREE, GATED, PREFILL, REPLAYED, Measured
+from megatron_opd.mismatch.options import Options
+from megatron_opd.mismatch.run import MismatchRun
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.client import ServerClient
 from tests.e2e.conftest import Sections

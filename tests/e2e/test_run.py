@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from megatron_opd.checkpoint.run_lock import LOCK
-from megatron_opd.transport.keys import KEYS_FILE
+from megatron_opd.wire.keys import KEYS_FILE
 from tests.e2e.conftest import Sections
 from tests.e2e.runs import (
     BATCH,

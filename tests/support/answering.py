@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron_opd.teacher.requests import TeacherAsk
-from megatron_opd.workers.messages import Generate, Score
-from megatron_opd.workers.requests import encode_request
+from megatron_opd.data_workers.messages import Generate, Score
+from megatron_opd.data_workers.requests import encode_request
+from megatron_opd.rollout.score_requests import TeacherAsk
 from sglang_bridge.client import Endpoint
 from sglang_bridge.parse import NOTHING_KNOWN
 from sglang_bridge.protocol import Progress, RolloutReply, RolloutRequest, ScoreReply, ScoreRequest

@@ -3,8 +3,8 @@
 import numpy as np
 
 from megatron_opd.batching.shares import Share, shares
+from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from megatron_opd.transport import messages as m
-from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 from tests.support.wire import config
 

@@ -10,12 +10,12 @@ import zmq.asyncio
 
 from megatron_opd.controller.snapshot import place
 from megatron_opd.controller.snapshot_codec import encode_member
-from megatron_opd.sample_figures import CacheSize
-from megatron_opd.teacher.requests import TeacherAsk
-from megatron_opd.transport.keys import RankKeys
-from megatron_opd.types import HeldRollout, HeldSample
-from megatron_opd.workers import messages as w
-from megatron_opd.workers.pool import WorkerPool
+from megatron_opd.data_workers import messages as w
+from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.records.sample_figures import CacheSize
+from megatron_opd.records.types import HeldRollout, HeldSample
+from megatron_opd.rollout.score_requests import TeacherAsk
+from megatron_opd.wire.keys import RankKeys
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import RolloutRequest
 from tests.support.fakes import make_prompt, make_sample

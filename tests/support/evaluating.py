@@ -16,7 +16,7 @@ from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.evaluation.evaluations import Evaluations
 from megatron_opd.evaluation.measure import Completion, EvaluationPlan
 from megatron_opd.evaluation.ports import EvaluatedSet, Surroundings
-from megatron_opd.types import Prompt
+from megatron_opd.records.types import Prompt
 
 TOKENIZER = build_tokenizer()
 RIGHT, WRONG = "#1<eos>", "#2<eos>"

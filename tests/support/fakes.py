@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
-from megatron_opd.types import Batch, LearnerTurn, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.types import Batch, LearnerTurn, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
 

@@ -20,8 +20,8 @@ from benchmarks.security.zmq_attacks import attacks
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner.channel import Channel
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.keys import RunKeys
-from megatron_opd.transport.zmq import Admission, RemoteLearner
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
+from megatron_opd.wire.keys import RunKeys
 from tests.support.wire import config, hello
 
 HEAD = SimpleNamespace(is_head=True, parallel=ParallelConfig())

@@ -9,10 +9,10 @@ import zmq
 import zmq.asyncio
 
 from megatron_opd.buffer.rejection import SamplesLost
-from megatron_opd.transport.keys import RankKeys
+from megatron_opd.data_workers.giving import Giving
+from megatron_opd.data_workers.taking import Taking
 from megatron_opd.transport.samples import FRAMES
-from megatron_opd.workers.giving import Giving
-from megatron_opd.workers.taking import Taking
+from megatron_opd.wire.keys import RankKeys
 from tests.support.wire import KEYS
 
 LIMIT_S = 60.0

@@ -9,12 +9,12 @@ from dataclasses import replace
 
 import zmq.asyncio
 
-from megatron_opd.teacher.scored import unscored
+from megatron_opd.data_workers import messages as w
+from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.data_workers.requests import decode_request
+from megatron_opd.records.types import AnySample, Batch, HeldSample
+from megatron_opd.rollout.scores import unscored
 from megatron_opd.transport.samples import encode_sample
-from megatron_opd.types import AnySample, Batch, HeldSample
-from megatron_opd.workers import messages as w
-from megatron_opd.workers.pool import WorkerPool
-from megatron_opd.workers.requests import decode_request
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import RolloutRequest
 from tests.support.cutting_proxy import CuttingProxy

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.link.counts import LinkCounts, Tally
-from megatron_opd.link.events import Broken, Event, Mended, Received, Restarted
-from megatron_opd.link.wire import URGENT
+from megatron_opd.records.types import Prompt, Sample, VersionSpan
+from megatron_opd.rollout.overlong import Length
 from megatron_opd.sites.checking import SampleRules
 from megatron_opd.sites.hub import Hub
 from megatron_opd.sites.messages import (
@@ -32,9 +31,10 @@ from megatron_opd.sites.messages import (
     encode,
 )
 from megatron_opd.sites.settings import Expected, HubSettings, IntakeSettings
-from megatron_opd.teacher.overlong import Length
 from megatron_opd.transport.samples import encode_sample
-from megatron_opd.types import Prompt, Sample, VersionSpan
+from megatron_opd.wire.link.counts import LinkCounts, Tally
+from megatron_opd.wire.link.events import Broken, Event, Mended, Received, Restarted
+from megatron_opd.wire.link.wire import URGENT
 from sglang_bridge.arrays import unpack
 from tests.support.fakes import make_prompt, make_rollout
 

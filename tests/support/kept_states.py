@@ -9,14 +9,14 @@ import msgspec
 from megatron_opd.checkpoint.run_lock import Claim
 from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.checkpoint.state_files import write_sums
-from megatron_opd.cli.checkpoints import Checkpoints
-from megatron_opd.cli.train_shape import KeptData, Shape, data_now
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data.epochs import Stretch
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.evaluation.progress import Progress
+from megatron_opd.inputs.prompt_order import KeptData, Shape, data_now
+from megatron_opd.run.checkpoints import Checkpoints
 
 BEGUN = RunTemplate()
 

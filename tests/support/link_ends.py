@@ -9,8 +9,8 @@ from typing import Any
 import zmq
 
 from megatron_opd.config.sites import LinkConfig
-from megatron_opd.link.ends import LinkClient, LinkServer
-from megatron_opd.link.events import Event, Received
+from megatron_opd.wire.link.ends import LinkClient, LinkServer
+from megatron_opd.wire.link.events import Event, Received
 
 PATIENCE_S = 30.0
 SERVER_KEYS, SITE_KEYS, OTHER_KEYS = (zmq.curve_keypair() for _ in range(3))

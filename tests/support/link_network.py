@@ -5,16 +5,8 @@ import secrets
 from collections import deque
 from dataclasses import dataclass, field
 
-from megatron_opd.link.channel import Channel, Limits
-from megatron_opd.link.wire import (
-    LANES,
-    Ack,
-    BadFrame,
-    Ping,
-    Pong,
-    note,
-    read_note,
-)
+from megatron_opd.wire.link.channel import Channel, Limits
+from megatron_opd.wire.link.wire import LANES, Ack, BadFrame, Ping, Pong, note, read_note
 
 LIMITS = Limits(chunk_bytes=64, message_bytes=4096, inbox_bytes=1 << 20)
 Frames = list[bytes]

@@ -15,10 +15,10 @@ import torch
 from pydantic import ValidationError
 
 from megatron_opd.batching.advantages import columns_of
-from megatron_opd.columns import GroupColumns
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.vocab_parallel import gather_logp
+from megatron_opd.records.columns import GroupColumns
 from sglang_bridge.columns import dtypes
 
 Row = dict[int, float]

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost, ScoreRejected
-from megatron_opd.sample_figures import CacheSize, ScoreShape
-from megatron_opd.types import (
+from megatron_opd.records.sample_figures import CacheSize, ScoreShape
+from megatron_opd.records.types import (
     AnyRollout,
     AnySample,
     Batch,

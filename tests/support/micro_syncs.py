@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_opd.columns import RankBatch
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.forward import distil_loss, routing_counts
 from megatron_opd.learner.layout import PackLayout
@@ -20,6 +19,7 @@ from megatron_opd.learner.routing import MicroRouting
 from megatron_opd.learner.student_logp import AcrossContext, LeanLogp, StudentLogp
 from megatron_opd.learner.totals import Totals
 from megatron_opd.losses.objective import m2_limit_of, m2_view
+from megatron_opd.records.columns import RankBatch
 from tests.support.batches import make_shares
 from tests.support.far_device import FAR, FarDevice, far
 

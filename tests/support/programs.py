@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megatron_opd.verifiers.sandbox.run import isolation_problem
+from megatron_opd.data.verifiers.sandbox.run import isolation_problem
 
 PROBLEM = isolation_problem()
 isolated = pytest.mark.skipif(

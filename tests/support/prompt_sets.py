@@ -8,7 +8,7 @@ from megatron_opd.data.outcomes import Outcome, Tally
 from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.records import Columns
-from megatron_opd.types import Prompt
+from megatron_opd.records.types import Prompt
 
 RULES = PromptRules(Columns(("prompt",)), 9)
 

@@ -20,25 +20,37 @@ import pytest
 from rich.console import Console
 
 from megatron_opd.checkpoint.run_lock import RunLock
-from megatron_opd.cli import run, run_start, run_updates, teacher_guard, wiring
-from megatron_opd.cli.prepare import Prepared, prepare
-from megatron_opd.cli.resume import Resumption
-from megatron_opd.cli.roles import run_roles
-from megatron_opd.cli.second_pass import SecondPass
-from megatron_opd.cli.train_shape import Begun, KeptData, Shape
+from megatron_opd.config.roles import run_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.evaluation.progress import Progress
+from megatron_opd.inputs import teachers as teacher_guard
+from megatron_opd.inputs.prepare import Prepared, prepare
+from megatron_opd.inputs.prompt_order import Begun, KeptData, Shape
+from megatron_opd.inputs.second_pass import SecondPass
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
+from megatron_opd.run import (
+    build as wiring,
+)
+from megatron_opd.run import (
+    run,
+)
+from megatron_opd.run import (
+    start as run_start,
+)
+from megatron_opd.run import (
+    updates as run_updates,
+)
+from megatron_opd.run.resume import Resumption
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.transport.keys import RunKeys
-from megatron_opd.transport.lifetime import EXIT_LOST
 from megatron_opd.transport.messages import LearnerInfo
-from megatron_opd.transport.zmq import Admission, LearnerError
+from megatron_opd.transport.remote_learner import Admission, LearnerError
+from megatron_opd.wire.keys import RunKeys
 from sglang_bridge.claims import Claim
 from sglang_bridge.errors import ServerUnreachable
+from sglang_bridge.lifetime import EXIT_LOST
 from sglang_bridge.protocol import (
     DrawCache,
     RolloutReply,

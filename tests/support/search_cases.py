@@ -2,15 +2,8 @@
 
 from collections.abc import Callable
 
-from megatron_opd.cli.plan import measured
-from megatron_opd.cli.plan_result import Measured
-from megatron_opd.cli.simulation import simulate
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.schema import Config
-from megatron_opd.search.bounds import Bounds
-from megatron_opd.search.candidates import Candidate, Learner, Schedule, Space, Student, Teacher
-from megatron_opd.search.configs import chosen_tree
-from megatron_opd.search.demand import Demand, Window, demand_of
 from megatron_opd.sim.costs import (
     Costs,
     EngineCost,
@@ -19,6 +12,20 @@ from megatron_opd.sim.costs import (
     ScoreCost,
     SyncCost,
 )
+from megatron_opd.sim.planner.bounds import Bounds
+from megatron_opd.sim.planner.candidates import (
+    Candidate,
+    Learner,
+    Schedule,
+    Space,
+    Student,
+    Teacher,
+)
+from megatron_opd.sim.planner.configs import chosen_tree
+from megatron_opd.sim.planner.demand import Demand, Window, demand_of
+from megatron_opd.sim.planner.plan import measured
+from megatron_opd.sim.planner.result import Measured
+from megatron_opd.sim.world import simulate
 from tests.support.config_files import MINIMAL
 
 BATCH, WINDOW, AHEAD = 8, Window(3, 7), 4

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from megatron_opd.transport.keys import RunKeys
+from megatron_opd.wire.keys import RunKeys
 
 
 def secrets_in(file: Path) -> list[str]:

@@ -9,8 +9,14 @@ from typing import Any
 import numpy as np
 
 from megatron_opd.buffer.rejection import RolloutRejected
-from megatron_opd.link.events import Broken, Event, Mended, Received, Restarted
-from megatron_opd.link.wire import BULK, URGENT
+from megatron_opd.records.types import (
+    AnyRollout,
+    Prompt,
+    Rollout,
+    Sample,
+    VersionSpan,
+    rollout_here,
+)
 from megatron_opd.sites.absence import Patience
 from megatron_opd.sites.messages import (
     PROTOCOL,
@@ -29,7 +35,8 @@ from megatron_opd.sites.mirror import Mirror
 from megatron_opd.sites.sampling import Finished, Sampling
 from megatron_opd.sites.site import Link, Site
 from megatron_opd.sites.site_weights import SiteWeights
-from megatron_opd.types import AnyRollout, Prompt, Rollout, Sample, VersionSpan, rollout_here
+from megatron_opd.wire.link.events import Broken, Event, Mended, Received, Restarted
+from megatron_opd.wire.link.wire import BULK, URGENT
 from sglang_bridge.arrays import pack
 from tests.support.fakes import make_prompt, make_rollout
 from tests.support.site_versions import Written

@@ -1,6 +1,6 @@
 """Follows a column that a server records from the sampler to the loss; prints what arrives.
 
-Run in a tree to which tests/unit/test_columns.py has added `peak_T`.
+Run in a tree to which tests/unit/records/test_columns.py has added `peak_T`.
 """
 
 import json
@@ -19,8 +19,8 @@ from megatron_opd.controller.snapshot import NOTHING_YET, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from megatron_opd.learner.layout import PackLayout
 from megatron_opd.learner.micro_batch import distil_micros
+from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from megatron_opd.transport.frames import from_frames, to_frames
-from megatron_opd.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack
 from sglang_bridge.parse import parse_rollout

@@ -14,8 +14,8 @@ from zmq.utils import z85
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import Channel
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.keys import RankKeys, RunKeys
-from megatron_opd.transport.zmq import Admission, RemoteLearner
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
+from megatron_opd.wire.keys import RankKeys, RunKeys
 
 # the same in every process of a test
 KEYS = RunKeys(z85.encode(bytes(range(32))), z85.encode(bytes(range(32, 64))))

@@ -13,20 +13,20 @@ from typing import Any
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import Maker, damaged_json
 from benchmarks.fuzz.places import scratch
+from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.checkpoint.state_dirs import MANIFEST, verify
 from megatron_opd.checkpoint.state_files import check_size, read_sums, sums_name
 from megatron_opd.checkpoint.stated_heads import STATE
-from megatron_opd.cli.checkpoints import RUN
-from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.resume import _earlier_changes, _read_extras
-from megatron_opd.cli.run_dir import RunDir
-from megatron_opd.cli.train_shape import read_kept
 from megatron_opd.data.template import RunTemplate
+from megatron_opd.errors import UserError
 from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import Evaluated, Progress
+from megatron_opd.inputs.prompt_order import read_kept
 from megatron_opd.learner.state.facts import read_facts
 from megatron_opd.metrics.persist import dump_totals, restore_totals
 from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.run.checkpoints import RUN
+from megatron_opd.run.resume import _earlier_changes, _read_extras
 
 CHANGES = "changes.json"
 SHARD = b"weights of a rank"

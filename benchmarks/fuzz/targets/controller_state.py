@@ -16,7 +16,7 @@ from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.controller.snapshot import ControllerState, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
-from megatron_opd.types import Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.types import Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
 

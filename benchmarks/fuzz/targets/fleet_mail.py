@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import TEXTS, damaged_json
 from benchmarks.fuzz.places import scratch
-from megatron_opd.cli.fleet_mail import (
+from megatron_opd.fleet.mailbox import (
     DIRECTORY,
     MAX_BYTES,
     Answer,

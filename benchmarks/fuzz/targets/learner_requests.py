@@ -14,11 +14,11 @@ from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree, msgpack_bytes
 from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.checks import check_batch
 from megatron_opd.batching.shares import Share
-from megatron_opd.columns import RankBatch
+from megatron_opd.records.columns import RankBatch
+from megatron_opd.records.types import Prompt, Rollout, Sample, VersionSpan
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.frames import from_frames, to_frames
 from megatron_opd.transport.samples import FRAMES
-from megatron_opd.types import Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge import arrays
 from sglang_bridge.protocol import DrawCache, WeightPiece
 

@@ -23,9 +23,9 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes
 from benchmarks.security.raw import Door
 from benchmarks.security.zmq_attacks import GREETING, record
-from megatron_opd.transport.keys import RankKeys, RunKeys
 from megatron_opd.transport.messages import Failed, encode
-from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
+from megatron_opd.transport.remote_learner import Admission, LearnerError, RemoteLearner
+from megatron_opd.wire.keys import RankKeys, RunKeys
 from tests.support.wire import config, hello
 
 KEYS = RunKeys(z85.encode(bytes(range(32))), z85.encode(bytes(range(32, 64))))
@@ -46,7 +46,7 @@ class Wire:
         self.loop = asyncio.new_event_loop()
         thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         thread.start()
-        logger = logging.getLogger("megatron_opd.transport.zmq")
+        logger = logging.getLogger("megatron_opd.transport.remote_learner")
         logger.addFilter(lambda record: record.thread != thread.ident)  # this controller's alone
         self.remote = self.on_loop(self._listen)
         self.door = Door("127.0.0.1", int(self.remote.address.rpartition(":")[2]))

@@ -11,10 +11,10 @@ from typing import Any
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree, one_of
 from benchmarks.fuzz.places import scratch
-from megatron_opd.cli.compare import read_rows, report
-from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.kept_rows import rows_before
-from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.checkpoint.kept_rows import rows_before
+from megatron_opd.checkpoint.run_dir import RunDir
+from megatron_opd.cli.commands.compare import read_rows, report
+from megatron_opd.errors import UserError
 from megatron_opd.metrics.compare import Comparison, compare_rows, is_of_time
 
 ROWS: list[dict[str, Any]] = [

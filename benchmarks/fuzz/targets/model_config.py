@@ -7,12 +7,12 @@ import json
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_json
 from benchmarks.fuzz.places import ROOT, scratch
-from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.preflight import read_model
 from megatron_opd.config.learner import LearnerConfig, ParallelConfig
+from megatron_opd.errors import UserError
+from megatron_opd.inputs.models import read_model
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import expected_tensors
-from megatron_opd.planning import learner as planning
+from megatron_opd.sizing import learner as planning
 
 FILES = [*ROOT.glob("examples/*/models/*/config.json"), *ROOT.glob("examples/*/*/config.json")]
 LLAMA = {

@@ -9,9 +9,9 @@ from typing import Any
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_json
 from benchmarks.fuzz.places import ROOT, written
-from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.objective import objective_report
+from megatron_opd.cli.objective_case import objective_report
 from megatron_opd.config.load import ConfigError
+from megatron_opd.errors import UserError
 
 CORPUS = [json.loads(file.read_bytes()) for file in sorted(ROOT.glob("examples/objective/*.json"))]
 

@@ -11,7 +11,7 @@ from zmq.utils import z85
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_json
 from benchmarks.fuzz.places import written
-from megatron_opd.transport.keys import KEYS_FILE, RankKeys, RunKeys
+from megatron_opd.wire.keys import KEYS_FILE, RankKeys, RunKeys
 
 KEYS = RunKeys(
     z85.encode(bytes(range(32))), z85.encode(bytes(range(32, 64))), {"student": "a" * 43}

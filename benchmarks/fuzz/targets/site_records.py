@@ -9,7 +9,7 @@ import msgspec
 
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree, msgpack_bytes
-from megatron_opd.sample_figures import ScoreShape
+from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.sites import messages as m
 from megatron_opd.transport.messages import BadMessage
 

@@ -17,12 +17,12 @@ from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree, msgpack_bytes
 from benchmarks.fuzz.targets.learner_requests import NUM_EXPERTS, VOCAB_SIZE, sample
 from benchmarks.fuzz.targets.worker_answers import odd_figure
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.records.types import Sample
+from megatron_opd.rollout.overlong import Length
 from megatron_opd.sites.checking import Forged, SampleRules, received_sample
 from megatron_opd.sites.messages import Done, decode_to_learner, encode
-from megatron_opd.teacher.overlong import Length
 from megatron_opd.transport.messages import BadMessage
 from megatron_opd.transport.samples import encode_sample
-from megatron_opd.types import Sample
 
 WHOLE = sample(Random(5), 7, routed=True, weighed=True)
 PROMPT = WHOLE.rollout.prompt

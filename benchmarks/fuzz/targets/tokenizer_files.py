@@ -11,10 +11,10 @@ import transformers  # noqa: F401  its import counts for no input
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_json
 from benchmarks.fuzz.places import example_json, student_with
-from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.tokenizer_files import load_tokenizer
 from megatron_opd.data.end_tokens import read_end_tokens
 from megatron_opd.data.render import Rendering, render_prompts
+from megatron_opd.errors import UserError
+from megatron_opd.inputs.tokenizers import load_tokenizer
 
 VOCAB_SIZE = 128
 NAMES = ("tokenizer.json", "tokenizer_config.json", "generation_config.json", "config.json")

@@ -28,13 +28,13 @@ from benchmarks.fuzz.targets.learner_requests import VOCAB_SIZE, sample
 from megatron_opd.buffer.rejection import SampleRejected, SamplesLost
 from megatron_opd.controller.snapshot import place
 from megatron_opd.controller.snapshot_codec import encode_member
-from megatron_opd.teacher.requests import TeacherAsk
-from megatron_opd.transport.keys import RunKeys
-from megatron_opd.types import HeldRollout, HeldSample, Sample
-from megatron_opd.verifiers.reward import VerifierFailed
-from megatron_opd.workers import messages as w
-from megatron_opd.workers.faults import WorkerFailed
-from megatron_opd.workers.pool import WorkerPool
+from megatron_opd.data.verifiers.reward import VerifierFailed
+from megatron_opd.data_workers import messages as w
+from megatron_opd.data_workers.faults import WorkerFailed
+from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.records.types import HeldRollout, HeldSample, Sample
+from megatron_opd.rollout.score_requests import TeacherAsk
+from megatron_opd.wire.keys import RunKeys
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.parse import Known
@@ -134,7 +134,7 @@ def client() -> ServerClient:
 def call(given: Given) -> Seen:
     """Lead a sample through its life."""
     silent = np.errstate(all="ignore")  # some arrays hold numbers that are none
-    with silent, quiet("megatron_opd.workers.links"), quiet("megatron_opd.workers.pool"):
+    with silent, quiet("megatron_opd.data_workers.links"), quiet("megatron_opd.data_workers.pool"):
         seen = loop().run_until_complete(_led(given))
     if seen.error and oracle(given, seen) is None:
         raise Refused(seen.error)

@@ -20,15 +20,15 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree, msgpack_bytes
 from benchmarks.fuzz.quiet import quiet
 from benchmarks.fuzz.targets.learner_requests import sample
-from megatron_opd.teacher.requests import TeacherAsk
+from megatron_opd.data.verifiers.reward import checked_reward
+from megatron_opd.data_workers import messages as w
+from megatron_opd.data_workers.faults import as_error
+from megatron_opd.data_workers.holding import Holding
+from megatron_opd.data_workers.requests import decode_request, encode_request
+from megatron_opd.data_workers.worker import Worker
+from megatron_opd.records.types import Prompt
+from megatron_opd.rollout.score_requests import TeacherAsk
 from megatron_opd.transport.messages import BadMessage
-from megatron_opd.types import Prompt
-from megatron_opd.verifiers.reward import checked_reward
-from megatron_opd.workers import messages as w
-from megatron_opd.workers.faults import as_error
-from megatron_opd.workers.holding import Holding
-from megatron_opd.workers.requests import decode_request, encode_request
-from megatron_opd.workers.worker import Worker
 from sglang_bridge.client import Endpoint
 from sglang_bridge.parse import Known
 from sglang_bridge.protocol import (
@@ -138,7 +138,7 @@ def loop() -> asyncio.AbstractEventLoop:
 
 def call(given: Given) -> Seen:
     """Let a worker obey."""
-    with quiet("megatron_opd.workers.worker"), quiet("asyncio"):
+    with quiet("megatron_opd.data_workers.worker"), quiet("asyncio"):
         seen = loop().run_until_complete(_obeyed(given))
     if not seen.answers and not seen.held and not seen.closed:
         raise Refused("counted" if seen.refused else "nothing to do")
@@ -153,7 +153,7 @@ async def _obeyed(given: Given) -> Seen:
     worker._calls, worker._orders = {}, orders
     worker._holding = Holding(lambda endpoint: client, verifier, draws=0)
     worker._holding._held = kept = Kept()
-    worker.refusals = Refusals(logging.getLogger("megatron_opd.workers.worker"), "")
+    worker.refusals = Refusals(logging.getLogger("megatron_opd.data_workers.worker"), "")
     running = asyncio.get_running_loop()
     running.set_exception_handler(lambda _, what: seen.problems.append(what["message"]))
     await worker._serve()

@@ -14,10 +14,10 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import BYTES, TEXTS, damaged_bytes, damaged_tree, msgpack_bytes
 from benchmarks.fuzz.quiet import quiet
 from benchmarks.fuzz.targets.learner_requests import sample
+from megatron_opd.data_workers.giving import Giving
+from megatron_opd.data_workers.holding import Holding
+from megatron_opd.records.types import Rollout, Sample
 from megatron_opd.transport.samples import FRAMES, EncodedSample
-from megatron_opd.types import Rollout, Sample
-from megatron_opd.workers.giving import Giving
-from megatron_opd.workers.holding import Holding
 from sglang_bridge.refusals import Refusals
 
 HELD = {f"r-{n}": sample(Random(n), n, routed=n == 2, weighed=True) for n in range(1, 5)}
@@ -61,8 +61,8 @@ def call(given: Given) -> list[list[bytes]]:
     """Ask it. Returns the messages that it gives."""
     giving: Any = object.__new__(Giving)  # its socket is learner_socket's kind
     giving._socket, giving._frames = Wire(), holding().frames
-    giving._refusals = Refusals(logging.getLogger("megatron_opd.workers.giving"), "")
-    with quiet("megatron_opd.workers.giving"):
+    giving._refusals = Refusals(logging.getLogger("megatron_opd.data_workers.giving"), "")
+    with quiet("megatron_opd.data_workers.giving"):
         loop().run_until_complete(giving._give(RANK, given))
     if not giving._refusals.count:
         return giving._socket.sent

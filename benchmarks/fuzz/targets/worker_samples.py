@@ -17,7 +17,9 @@ from benchmarks.fuzz.targets.learner_requests import oracle as batch_fault
 from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.checks import check_batch
 from megatron_opd.batching.shares import Share
-from megatron_opd.columns import RankBatch
+from megatron_opd.data_workers.taking import CannotTake, Frames, by_address, taken
+from megatron_opd.records.columns import RankBatch
+from megatron_opd.records.types import HeldRollout, HeldSample, Sample
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.frames import (
     check_sizes,
@@ -27,8 +29,6 @@ from megatron_opd.transport.frames import (
     with_samples,
 )
 from megatron_opd.transport.samples import FRAMES, decode_inputs, frames_of
-from megatron_opd.types import HeldRollout, HeldSample, Sample
-from megatron_opd.workers.taking import CannotTake, Frames, by_address, taken
 
 WORKERS = ("tcp://127.0.0.1:7001", "tcp://127.0.0.1:7002")
 Message = tuple[str, list[bytes]]

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 from megatron_opd.data.tasks.base import Task
-from megatron_opd.verifiers.sandbox.run import Limits, Outcome, run_program
+from megatron_opd.data.verifiers.sandbox.run import Limits, Outcome, run_program
 
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
 # The response may print, exit and close what it wants: what counts is the last line that follows

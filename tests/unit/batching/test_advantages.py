@@ -19,7 +19,7 @@ from megatron_opd.batching.advantages import (
     rows_of,
 )
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.types import Sample, VersionSpan
+from megatron_opd.records.types import Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 from tests.support.fakes import make_prompt, make_rollout
 from tests.support.figures import bounded

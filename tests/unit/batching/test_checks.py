@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.checks import check_batch
 from megatron_opd.batching.shares import Share
-from megatron_opd.columns import COLUMNS, RankBatch
+from megatron_opd.records.columns import COLUMNS, RankBatch
 from megatron_opd.transport.frames import from_frames, to_frames
 from tests.support.batches import make_batch
 from tests.support.wire import safe

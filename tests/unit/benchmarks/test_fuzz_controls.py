@@ -11,7 +11,7 @@ import pytest
 from benchmarks.fuzz.engine import run_chunk
 from benchmarks.fuzz.targets import load_target
 
-WORKERS, BRIDGE = "megatron_opd.workers", "sglang_bridge"
+WORKERS, BRIDGE = "megatron_opd.data_workers", "sglang_bridge"
 Break = Callable[[pytest.MonkeyPatch], None]
 
 
@@ -40,7 +40,7 @@ def careless_taking(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def second_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     """Begin whatever comes, under whatever number."""
-    from megatron_opd.workers.worker import Worker
+    from megatron_opd.data_workers.worker import Worker
 
     obey = Worker._obey
 
@@ -62,7 +62,7 @@ def silent_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def repeated_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """See no key twice."""
-    from megatron_opd.workers import giving
+    from megatron_opd.data_workers import giving
 
     monkeypatch.setattr(giving, "set", list, raising=False)
 
@@ -119,12 +119,12 @@ def lenient_decoder(module: str, name: str) -> Break:
 
 
 CONTROLS: list[tuple[str, Break]] = [
-    ("worker_answers", without("megatron_opd.workers.pool", "generated_fault")),
-    ("worker_answers", without("megatron_opd.workers.pool", "judged_fault")),
-    ("worker_answers", without("megatron_opd.workers.pool", "scored_fault")),
-    ("worker_answers", without("megatron_opd.workers.pool", "whole_fault")),
-    ("worker_answers", without("megatron_opd.workers.links", "address_fault")),
-    ("worker_orders", without("megatron_opd.workers.holding", "_check_ids")),
+    ("worker_answers", without("megatron_opd.data_workers.pool", "generated_fault")),
+    ("worker_answers", without("megatron_opd.data_workers.pool", "judged_fault")),
+    ("worker_answers", without("megatron_opd.data_workers.pool", "scored_fault")),
+    ("worker_answers", without("megatron_opd.data_workers.pool", "whole_fault")),
+    ("worker_answers", without("megatron_opd.data_workers.links", "address_fault")),
+    ("worker_orders", without("megatron_opd.data_workers.holding", "_check_ids")),
     ("worker_orders", second_calls),
     ("worker_orders", silent_garbage),
     ("worker_questions", repeated_keys),
@@ -143,7 +143,7 @@ CONTROLS: list[tuple[str, Break]] = [
     ("sft_pairs", questions_too),
     ("stated_heads", without("benchmarks.fuzz.targets.stated_heads", "check_heads", ())),
     ("stated_heads", real_names),
-    ("fleet_mail", lenient_decoder("megatron_opd.cli.fleet_mail", "_taken")),
+    ("fleet_mail", lenient_decoder("megatron_opd.fleet.mailbox", "_taken")),
 ]
 
 

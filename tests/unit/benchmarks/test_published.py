@@ -35,7 +35,7 @@ from benchmarks.published.verl_rows import (
     speedup,
     whole_runs,
 )
-from megatron_opd.planning.parameters import model_parameters
+from megatron_opd.sizing.parameters import model_parameters
 
 BY_NAME = {row.name: row for row in ROWS}
 PARTIAL = BY_NAME["64:64 partial 0.5"]

@@ -19,8 +19,8 @@ from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
+from megatron_opd.records.types import Batch
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.types import Batch
 from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, Witness, make_sample, prompts
 from tests.support.schedules import planned
 

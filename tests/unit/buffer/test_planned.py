@@ -13,7 +13,7 @@ from benchmarks.schedule_properties.plans import Plan, plan_of
 from megatron_opd.buffer.planned import BatchPlan, PlannedBuffer
 from megatron_opd.config.delays import DelayConfig
 from megatron_opd.controller.schedule import Schedule
-from megatron_opd.types import AnySample
+from megatron_opd.records.types import AnySample
 from tests.support.fakes import make_sample
 from tests.support.schedules import planned
 

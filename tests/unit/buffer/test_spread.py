@@ -17,7 +17,7 @@ from megatron_opd.buffer.spread import (
     Verdict,
 )
 from megatron_opd.config.selection import RewardSpread
-from megatron_opd.types import Sample
+from megatron_opd.records.types import Sample
 from tests.support.fakes import make_sample
 
 SIZE = 2

@@ -25,7 +25,7 @@ from megatron_opd.checkpoint.to_hf import megatron_to_hf
 from megatron_opd.checkpoint.to_megatron import hf_to_megatron
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.planning.layout import stage_layers
+from megatron_opd.sizing.layout import stage_layers
 from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen2
 
 UNIT_BYTES = 60_000

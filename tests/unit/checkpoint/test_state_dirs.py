@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs, verify
-from megatron_opd.cli.checkpoints import CONTROLLER, RUN
-from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.resume import find_resumption, reopen_run_dir
+from megatron_opd.errors import UserError
+from megatron_opd.run.checkpoints import CONTROLLER, RUN
+from megatron_opd.run.resume import find_resumption, reopen_run_dir
 from tests.support.kept_states import FakeLearner, make_config, save_some
 
 

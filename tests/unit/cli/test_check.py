@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from megatron_opd.cli import prepare
 from megatron_opd.cli.main import main
 from megatron_opd.config.schema import Config
+from megatron_opd.inputs import prepare
 from tests.support.cli_cases import call, refused
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron_opd.cli.compare import read_rows
+from megatron_opd.cli.commands.compare import read_rows
 from megatron_opd.cli.main import main
 from tests.support.cli_cases import refused
 

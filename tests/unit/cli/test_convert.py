@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_opd.cli import convert
+from megatron_opd.cli.commands import convert
 from megatron_opd.cli.main import main
 from megatron_opd.models.file_kinds import other_kind
 from tests.support.models import tiny_llama

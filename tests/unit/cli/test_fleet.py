@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron_opd.checkpoint.run_lock import RunLock
-from megatron_opd.cli.fleet_mail import DIRECTORY, Answer, Command, Mailbox, ServerRow
 from megatron_opd.cli.main import main
+from megatron_opd.fleet.mailbox import DIRECTORY, Answer, Command, Mailbox, ServerRow
 
 A = "http://127.0.0.1:30000"
 ROWS = (

@@ -15,13 +15,14 @@ import psutil
 import pytest
 import yaml
 
-from megatron_opd.cli import check, run
-from megatron_opd.cli.errors import UserError
 from megatron_opd.cli.main import main
-from megatron_opd.cli.preflight import ServedModel, check_served
+from megatron_opd.cli.tables import check
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.data.end_tokens import EndTokens
-from megatron_opd.transport.lifetime import PARENT_VARIABLE
+from megatron_opd.errors import UserError
+from megatron_opd.fleet.startup import ServedModel, check_served
+from megatron_opd.run import run
+from sglang_bridge.lifetime import PARENT_VARIABLE
 from sglang_bridge.protocol import ServerEnds, ServerInfo
 from tests.support.cli_cases import call, refused
 from tests.support.models import write_tokenizer

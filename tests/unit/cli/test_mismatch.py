@@ -8,17 +8,25 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from megatron_opd.cli import mismatch_run
-from megatron_opd.cli.errors import PartGone
-from megatron_opd.cli.mismatch_options import Options
-from megatron_opd.cli.mismatch_plot import draw
-from megatron_opd.cli.mismatch_report import figures_of, tables
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.schema import Config
+from megatron_opd.errors import PartGone
 from megatron_opd.metrics.sinks import write_json
-from megatron_opd.mismatch import DECODE, FREE, GATED, PREFILL, REPLAYED, Measured, RoutingGap
+from megatron_opd.mismatch import run as mismatch_run
+from megatron_opd.mismatch.measure import (
+    DECODE,
+    FREE,
+    GATED,
+    PREFILL,
+    REPLAYED,
+    Measured,
+    RoutingGap,
+)
+from megatron_opd.mismatch.options import Options
+from megatron_opd.mismatch.plot import draw
+from megatron_opd.mismatch.report import figures_of, tables
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.planning.matching import Served
+from megatron_opd.sizing.matching import Served
 from tests.support.batches import make_sample
 from tests.support.cli_cases import call, refused
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_opd.cli.commands.report import DEFAULT
 from megatron_opd.cli.main import main
-from megatron_opd.cli.report import DEFAULT
 from tests.support.cli_cases import refused
 from tests.support.report_runs import written
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from megatron_opd.cli.schedule_words import in_verls_words, schedule_in_words
+from megatron_opd.cli.tables.schedule_words import in_verls_words, schedule_in_words
 from megatron_opd.config.schedule import ScheduleConfig
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_opd.cli import sft
 from megatron_opd.cli.main import main
+from megatron_opd.launch import sft
 from tests.support.cli_cases import refused
 
 TEMPLATE = (

@@ -8,7 +8,6 @@ import pytest
 import yaml
 
 from megatron_opd.cli.main import main
-from megatron_opd.cli.simulate import NOT_SIMULATED
 from megatron_opd.sim.costs import (
     Costs,
     EngineCost,
@@ -18,6 +17,7 @@ from megatron_opd.sim.costs import (
     encode_costs,
 )
 from megatron_opd.sim.recording import read_recording
+from megatron_opd.sim.simulate import NOT_SIMULATED
 from tests.support.cli_cases import refused
 
 COSTS = Costs(

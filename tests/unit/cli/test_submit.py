@@ -2,8 +2,8 @@
 
 import pytest
 
+from megatron_opd.cli.commands.run import run_arguments
 from megatron_opd.cli.main import build_parser
-from megatron_opd.cli.submit import run_arguments
 
 
 @pytest.mark.parametrize("again", ["--overwrite", "--resume", "--auto-resume"])

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from megatron_opd.cli.sync_tables import sync_tables
+from megatron_opd.cli.tables.weight_sync import sync_tables
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.planning.learner import learner_memory
-from megatron_opd.planning.parameters import model_parameters
+from megatron_opd.sizing.learner import learner_memory
+from megatron_opd.sizing.parameters import model_parameters
 from megatron_opd.weight_sync.disk_plan import DiskSizes, disk_sizes, versions_at_once
 from megatron_opd.weight_sync.disk_versions import needed
 from megatron_opd.weight_sync.holdings import server_holdings

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_opd.cli.commands.watch import NICE
 from megatron_opd.cli.main import main
-from megatron_opd.cli.watch import NICE
 from tests.support.cli_cases import refused
 from tests.support.sockets import listening
 from tests.support.watched_run import make_running, write_run

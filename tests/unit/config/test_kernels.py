@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from megatron_opd.cli import check
+from megatron_opd.cli.tables import check
 from megatron_opd.config import kernels
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.learner import LearnerConfig

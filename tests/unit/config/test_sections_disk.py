@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from megatron_opd.cli.servers import make_spec
 from megatron_opd.config.digests import learner_digests
+from megatron_opd.launch.servers import make_spec
 from sglang_bridge.server.spec import WEIGHTS_DIR_VARIABLE, server_env
 from tests.support.cli_cases import call, refused
 from tests.support.config_files import minimal

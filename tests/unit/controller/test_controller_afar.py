@@ -14,9 +14,9 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import ROUNDS_TOO_OLD, Afar
+from megatron_opd.records.types import Prompt, Rollout, VersionSpan
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.sites.intake import TooLate
-from megatron_opd.types import Prompt, Rollout, VersionSpan
 from tests.support.fakes import (
     Fleet,
     Learner,

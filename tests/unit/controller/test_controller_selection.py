@@ -20,8 +20,8 @@ from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.stream import PromptSource, Source
+from megatron_opd.records.types import Prompt, Rollout, Sample
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.types import Prompt, Rollout, Sample
 from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, Witness, make_prompt
 from tests.support.schedules import planned
 

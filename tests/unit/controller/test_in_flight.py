@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megatron_opd.controller.in_flight import Rollouts
+from megatron_opd.records.types import Rollout, VersionSpan
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.types import Rollout, VersionSpan
 from tests.support.fakes import make_prompt, make_rollout
 
 

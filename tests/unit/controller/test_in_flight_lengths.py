@@ -16,10 +16,10 @@ from megatron_opd.config.supports import McSupport
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
-from megatron_opd.data.seeds import ROLLOUT, derived_seed
+from megatron_opd.records.seeds import ROLLOUT, derived_seed
+from megatron_opd.records.types import VersionSpan
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.types import VersionSpan
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from tests.support.fakes import Learner, Teacher, WeightSyncer, Witness, make_prompt, make_rollout

@@ -9,8 +9,8 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
 from megatron_opd.metrics.types import WeightSyncReport
+from megatron_opd.records.types import LearnerTurn, Prompt, Rollout, Sample
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.types import LearnerTurn, Prompt, Rollout, Sample
 from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, Witness, prompts
 from tests.support.schedules import planned
 

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 
 from megatron_opd.buffer.permits import PermitError, Permits, staleness_versions
 from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
-from megatron_opd.cli.errors import UserError
-from megatron_opd.cli.run_dir import RunDir
+from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
+from megatron_opd.errors import UserError
+from megatron_opd.records.types import Sample
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.transport.samples import EncodedSample
-from megatron_opd.types import Sample
 from tests.support.fakes import (
     Fleet,
     Learner,

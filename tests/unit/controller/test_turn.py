@@ -17,8 +17,8 @@ from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.controller.turn import Turn
 from megatron_opd.metrics.types import WeightSyncReport
+from megatron_opd.records.types import Batch, LearnerTurn, Sample
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.types import Batch, LearnerTurn, Sample
 from tests.support.fakes import Figures, Fleet, Learner, Teacher, WeightSyncer, Witness, prompts
 from tests.support.schedules import planned
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_opd.config.curriculum import PassRateCurriculum
 from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.stream import PromptSource, Source
-from megatron_opd.types import Prompt, Sample
+from megatron_opd.records.types import Prompt, Sample
 from tests.support.fakes import make_sample
 
 PROBLEMS = 10

@@ -24,7 +24,7 @@ from megatron_opd.data.records import Columns
 from megatron_opd.data.render import Rendering
 from megatron_opd.data.stream import AHEAD, PromptSource, Source
 from megatron_opd.data.tokenizer import build_tokenizer
-from megatron_opd.types import Prompt
+from megatron_opd.records.types import Prompt
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.data.stream import BLOCK, PromptSource, Source
-from megatron_opd.types import Prompt
+from megatron_opd.records.types import Prompt
 
 
 def prompts_of(count, name=""):

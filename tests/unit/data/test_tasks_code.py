@@ -1,4 +1,4 @@
-"""Programs judged by their tests; the sandbox itself is tested in tests/unit/verifiers/sandbox."""
+"""Programs judged by their tests; tests/unit/data/verifiers/sandbox tests the sandbox."""
 
 import json
 

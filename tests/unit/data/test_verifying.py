@@ -7,9 +7,9 @@ import pytest
 
 from megatron_opd.config.verifier import CodeConfig, VerifierConfig
 from megatron_opd.data.tasks import TASKS
+from megatron_opd.data.verifiers.reward import BAD_REWARD, FAILED, VerifierFailed
 from megatron_opd.data.verifying import TaskVerifiers, call_of
-from megatron_opd.types import RightAnswer
-from megatron_opd.verifiers.reward import BAD_REWARD, FAILED, VerifierFailed
+from megatron_opd.records.types import RightAnswer
 from tests.support.programs import ADDS, ASSERTS, isolated
 
 ROGUE = "tests.support.rogue_verifiers"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer
 
-from megatron_opd.cli.tokenizer_files import load_tokenizer
+from megatron_opd.inputs.tokenizers import load_tokenizer
 
 BYTES = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 WAYS = {

@@ -16,6 +16,7 @@ from megatron_opd.config.verifier import VerifierConfig
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.response_text import ResponseText
 from megatron_opd.data.tokenizer import build_tokenizer
+from megatron_opd.data.verifiers.reward import TIMED_OUT, VerifierFailed
 from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.evaluation.measure import (
     Completion,
@@ -24,8 +25,7 @@ from megatron_opd.evaluation.measure import (
     FleetPort,
     evaluate,
 )
-from megatron_opd.types import Prompt
-from megatron_opd.verifiers.reward import TIMED_OUT, VerifierFailed
+from megatron_opd.records.types import Prompt
 from sglang_bridge.fleet import Fleet
 
 TOKENIZER = build_tokenizer()

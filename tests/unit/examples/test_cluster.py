@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 from torch.distributed.run import get_args_parser
 
-from megatron_opd.cli.machines import Launched
 from megatron_opd.cli.main import build_parser, main
-from megatron_opd.cli.placing import parts_of
-from megatron_opd.cli.roles import all_roles
 from megatron_opd.config.load import load_config
+from megatron_opd.config.roles import all_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.launcher import Place, ProcessSpec
+from megatron_opd.launch.machines import Launched
 from megatron_opd.launch.placement import place
+from megatron_opd.launch.placing import parts_of
 from megatron_opd.launch.ports import JobPorts
 from megatron_opd.launch.slurm import SlurmLauncher
 from megatron_opd.launch.slurm_process import SlurmProcess

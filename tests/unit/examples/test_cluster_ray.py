@@ -6,13 +6,13 @@ from typing import Any
 import pytest
 import yaml
 
-from megatron_opd.cli.commands import run
-from megatron_opd.cli.machines import needs_of
+from megatron_opd.cli.commands.run import run
 from megatron_opd.cli.main import build_parser
-from megatron_opd.cli.roles import all_roles
 from megatron_opd.config.load import load_config
+from megatron_opd.config.roles import all_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.launcher import CannotPlace
+from megatron_opd.launch.machines import needs_of
 from megatron_opd.launch.ray_room import Capacity, check_possible
 from tests.support.paths import ROOT
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_opd.cli.run_dir import prepare_run_dir
-from megatron_opd.cli.sinks import make_sinks
+from megatron_opd.checkpoint.run_dir import prepare_run_dir
+from megatron_opd.inputs.sinks import make_sinks
 from tests.support.cli_cases import call, refused, small_config
 from tests.support.kept_states import make_config
 from tests.support.paths import ROOT
@@ -29,7 +29,7 @@ def table(tmp_path: Path, updates: int, *rows: dict) -> list[str]:
     """What it has written after these rows of a run that has made `updates` updates."""
     config = make_config(tmp_path, metrics={"sinks": [PATH], "tensorboard": False})
     run_dir = prepare_run_dir(config.run.dir, config) if not updates else None
-    from megatron_opd.cli.run_dir import RunDir
+    from megatron_opd.checkpoint.run_dir import RunDir
 
     sinks = make_sinks(config, run_dir or RunDir(config.run.dir), updates)
     assert len(sinks) == 2

@@ -12,8 +12,8 @@ from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner import channel as channel_module
 from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.keys import RankKeys, RunKeys
-from megatron_opd.transport.zmq import Admission, LearnerError, RemoteLearner
+from megatron_opd.transport.remote_learner import Admission, LearnerError, RemoteLearner
+from megatron_opd.wire.keys import RankKeys, RunKeys
 from tests.support.wire import KEYS, channel, config, hello, router
 
 HEAD = SimpleNamespace(is_head=True, parallel=ParallelConfig())

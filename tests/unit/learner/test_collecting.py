@@ -4,12 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import pytest
 
+from megatron_opd.data_workers.taking import CannotTake
 from megatron_opd.learner import collecting
 from megatron_opd.learner.collecting import SILENT_S, Collector
-from megatron_opd.transport.keys import RankKeys
 from megatron_opd.transport.messages import Train
 from megatron_opd.transport.samples import FRAMES
-from megatron_opd.workers.taking import CannotTake
+from megatron_opd.wire.keys import RankKeys
 from tests.support.wire import KEYS
 
 WORKER = "tcp://worker:1"

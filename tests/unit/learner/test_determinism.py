@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.data.seeds import EVALUATION, ROLLOUT, derived_seed
 from megatron_opd.learner import determinism
+from megatron_opd.records.seeds import EVALUATION, ROLLOUT, derived_seed
 
 
 def test_a_cpu_needs_nothing(monkeypatch: pytest.MonkeyPatch):

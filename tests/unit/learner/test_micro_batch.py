@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_opd.columns import RankInputs
 from megatron_opd.learner.layout import PackLayout
 from megatron_opd.learner.micro_batch import CacheElsewhere, distil_micros, sft_micro
 from megatron_opd.learner.routing import Routing
+from megatron_opd.records.columns import RankInputs
 from tests.support.batches import make_shares
 
 (SHARE,) = make_shares(parallel={"dp": 1})

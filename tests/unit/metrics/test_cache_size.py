@@ -1,7 +1,7 @@
 """Bytes of the caches of a batch."""
 
 from megatron_opd.metrics.cache_size import CacheSizes
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.support.fakes import make_sample
 
 

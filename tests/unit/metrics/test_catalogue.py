@@ -20,9 +20,9 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Depths, Phase, WeightSyncReport
+from megatron_opd.records.types import Batch
 from megatron_opd.sites.figures import SiteFigures, SitesNow, columns
 from megatron_opd.transport.messages import UpdateMetrics
-from megatron_opd.types import Batch
 from tests.support.fakes import make_sample
 from tests.support.paths import ROOT
 

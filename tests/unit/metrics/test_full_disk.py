@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_opd.cli.run_dir import prepare_run_dir
+from megatron_opd.checkpoint.run_dir import prepare_run_dir
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink, reserve_json, write_json
 from megatron_opd.metrics.tensorboard import TensorBoardSink
@@ -145,7 +145,7 @@ def test_one_full_file_does_not_keep_the_others_open(tmp_path: Path):
 def test_a_checkpoint_that_fails_while_the_run_ends_says_nothing(tmp_path: Path):
     """Before: `Task exception was never retrieved` and a traceback on the terminal."""
     from megatron_opd.checkpoint.state_dirs import StepDirs
-    from megatron_opd.cli.checkpoints import Checkpoints
+    from megatron_opd.run.checkpoints import Checkpoints
 
     config = make_config(tmp_path)
     said: list[dict[str, object]] = []

@@ -17,8 +17,8 @@ from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
+from megatron_opd.records.types import Batch
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.types import Batch
 from sglang_bridge.work import ServerWork
 from tests.support.fakes import Figures, Fleet, Learner, Teacher, WeightSyncer, make_sample, prompts
 from tests.support.recorded_run import record

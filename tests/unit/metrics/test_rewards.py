@@ -8,7 +8,7 @@ import pytest
 from megatron_opd.metrics.recorder import batch_columns
 from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.totals import RunTotals
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.support.fakes import Figures, make_sample
 
 

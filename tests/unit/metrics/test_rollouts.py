@@ -12,7 +12,7 @@ import pytest
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.metrics.rollouts import RolloutRecord, spread
-from megatron_opd.types import Batch, HeldRollout, HeldSample, Sample, VersionSpan
+from megatron_opd.records.types import Batch, HeldRollout, HeldSample, Sample, VersionSpan
 from tests.support.fakes import make_prompt, make_rollout, make_sample
 from tests.support.recorded_run import record
 

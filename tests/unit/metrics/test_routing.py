@@ -7,7 +7,7 @@ import pytest
 from megatron_opd.metrics.persist import dump_totals, restore_totals
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.support.fakes import Figures, Learner, make_sample
 from tests.support.recorded_run import record
 

@@ -2,7 +2,7 @@
 
 from megatron_opd.metrics.servers import SampledByServer
 from megatron_opd.metrics.types import Phase, WeightSyncReport
-from megatron_opd.types import VersionSpan
+from megatron_opd.records.types import VersionSpan
 from tests.support.fakes import make_prompt, make_rollout
 
 A, B, C = "http://a:1", "http://b:1", "http://c:1"

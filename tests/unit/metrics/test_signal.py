@@ -10,7 +10,7 @@ from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
-from megatron_opd.types import Batch
+from megatron_opd.records.types import Batch
 from tests.support.fakes import Figures, make_sample
 
 

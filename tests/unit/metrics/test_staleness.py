@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from megatron_opd.metrics.staleness import StalenessCounts
-from megatron_opd.types import Batch, VersionSpan
+from megatron_opd.records.types import Batch, VersionSpan
 from tests.support.fakes import make_prompt, make_rollout, make_sample
 
 

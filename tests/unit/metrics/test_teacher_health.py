@@ -10,8 +10,8 @@ import pytest
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.teacher_health import NonsenseTeacher, TeacherWatch, score_problem
 from megatron_opd.metrics.totals import RunTotals
-from megatron_opd.sample_figures import ScoreShape
-from megatron_opd.types import Batch, Sample
+from megatron_opd.records.sample_figures import ScoreShape
+from megatron_opd.records.types import Batch, Sample
 from tests.support.fakes import Figures, make_sample
 
 V = 100

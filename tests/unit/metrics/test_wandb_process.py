@@ -7,9 +7,9 @@ from typing import Any
 import psutil
 import pytest
 
-from megatron_opd.cli.run_dir import prepare_run_dir
-from megatron_opd.cli.sinks import make_sinks
+from megatron_opd.checkpoint.run_dir import prepare_run_dir
 from megatron_opd.config.metrics import WandbConfig
+from megatron_opd.inputs.sinks import make_sinks
 from megatron_opd.metrics.wandb_sink import WandbSink
 from tests.support.kept_states import make_config
 from tests.support.wandb_files import recorded

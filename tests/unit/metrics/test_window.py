@@ -7,7 +7,7 @@ import pytest
 
 from megatron_opd.metrics.types import Depths, Phase, WeightSyncReport
 from megatron_opd.metrics.window import COLUMNS, Window
-from megatron_opd.types import Batch, Sample, VersionSpan
+from megatron_opd.records.types import Batch, Sample, VersionSpan
 from tests.support.fakes import make_prompt, make_rollout, make_sample
 
 

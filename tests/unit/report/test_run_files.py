@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_opd.checkpoint.run_dir import OURS, RunDir
 from megatron_opd.checkpoint.run_lock import LOCK, RunLock
-from megatron_opd.cli.run_dir import OURS, RunDir
 from megatron_opd.report import run_files
 from megatron_opd.report.run_files import LOG_END_BYTES, NotARun, RunFiles
 

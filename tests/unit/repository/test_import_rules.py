@@ -14,34 +14,35 @@ SOURCES = sorted([*ROOT.glob("megatron_opd/**/*.py"), *ROOT.glob("sglang_bridge/
 
 # A package imports from the layers before its own, and from its own where that makes no cycle.
 LAYERS = (
-    {"sample_figures"},
-    {"types"},
-    {"columns"},
+    {"errors", "records"},
     {"config"},
-    {"models", "buffer", "losses", "verifiers", "data", "batching", "metrics"},
-    {"delays"},
-    {"planning", "transport", "checkpoint", "weight_sync", "rollout", "teacher", "launch", "link"},
-    {"learner", "controller", "workers", "evaluation", "mismatch", "sim", "report"},
-    {"search", "watch", "sites"},
+    {"output", "models", "buffer", "losses", "data", "batching", "metrics", "wire"},
+    {"sizing", "transport", "checkpoint", "weight_sync", "rollout"},
+    {"learner", "controller", "data_workers", "report"},
+    {"inputs"},
+    {"launch"},
+    {"fleet"},
+    {"watch", "evaluation", "mismatch", "sites", "sim"},
+    {"run"},
     {"cli"},
     {"__main__"},
 )
 # Stricter than its layer: what these must stay free of.
 ONLY = {
-    "losses": {"types", "columns", "config"},
-    "verifiers": {"config"},
-    "controller": {"types", "config", "buffer", "metrics"},
-    "planning": {"types", "config", "models"},
-    "launch": {"config"},
-    "sim": {"types", "config", "models", "planning", "batching", "data", "metrics", "weight_sync"},
+    "records": set[str](),
+    "losses": {"records", "config"},
+    "controller": {"records", "config", "buffer", "metrics"},
+    "sizing": {"config", "models"},
+    "wire": {"config"},
     "watch": {"metrics", "report"},
-    "link": {"config", "transport"},
-    "search": {"config", "data", "models", "planning", "sim"},
-    "report": {"types", "config", "metrics", "checkpoint"},
+    "report": {"records", "config", "metrics", "checkpoint"},
+    "__main__": {"cli"},
 }
-TORCH_FREE = {"types", "config", "buffer", "batching", "controller", "rollout", "teacher"}
-TORCH_FREE |= {"verifiers", "data", "columns", "metrics", "planning", "launch", "sim", "search"}
-TORCH_FREE |= {"report", "watch", "link", "delays", "sites"}
+TORCH_FREE = {"errors", "records", "config", "buffer", "batching", "controller", "rollout"}
+TORCH_FREE |= {"data", "metrics", "sizing", "launch", "fleet", "run", "sim", "report", "watch"}
+TORCH_FREE |= {"wire", "sites", "evaluation", "mismatch"}
+SERVES = {"inputs", "launch", "evaluation", "mismatch", "sites", "run", "cli"}
+"""What starts servers, or says what they are started with."""
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {
@@ -67,15 +68,23 @@ def imported_modules(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide the direction"
             names.add(node.module or "")
-            # `from megatron_opd import types` names a package of ours too
+            # `from megatron_opd import records` names a package of ours too
             if node.module == "megatron_opd":
                 names.update(f"megatron_opd.{alias.name}" for alias in node.names)
     return names
 
 
 def package_of(path: Path) -> str:
-    """`types`, `config`, ...: the first name below the distribution package."""
+    """`records`, `config`, ...: the first name below the distribution package."""
     return path.relative_to(ROOT).with_suffix("").parts[1]
+
+
+def is_entry(path: Path) -> bool:
+    """Whether it begins a process of its own, as which it may build all that it needs."""
+    return path.name == "__main__.py" and path.parent != ROOT / "megatron_opd"
+
+
+HOUSE = set[str]().union(*LAYERS)
 
 
 def allowed(package: str) -> set[str]:
@@ -99,12 +108,15 @@ def violations(path: Path, modules: set[str]) -> list[str]:
                 found.append(f"{path}: the client side must not import {module}")
             continue
         if parts[0] == "megatron_opd" and len(parts) > 1:
-            if parts[1] != package and parts[1] not in allowed(package) | {"__version__"}:
+            if parts[-1] == "__main__" and len(parts) > 2:
+                found.append(f"{path}: nobody imports the entry {module}")
+            free = {package, "__version__"} | (HOUSE - {"cli"} if is_entry(path) else set[str]())
+            if parts[1] not in allowed(package) | free:
                 found.append(f"{path}: {package} must not import {module}")
         elif parts[0] == "sglang":
             found.append(f"{path}: only sglang_bridge.server imports sglang")
-        elif parts[:2] == ["sglang_bridge", "server"] and package != "cli":
-            found.append(f"{path}: only cli starts servers")
+        elif parts[:2] == ["sglang_bridge", "server"] and package not in SERVES:
+            found.append(f"{path}: only {', '.join(sorted(SERVES))} start servers")
         elif parts[0] == "megatron" and package != "learner":
             found.append(f"{path}: only learner imports megatron")
         elif module in WITH_TORCH and package != "weight_sync":
@@ -140,7 +152,7 @@ def test_ray_is_imported_by_its_launcher_where_it_is_used():
 @pytest.mark.parametrize(
     ("file", "text", "word"),
     [
-        ("cli/run.py", "def f():\n    from ray.util import x", "only megatron_opd/launch/ray_"),
+        ("run/run.py", "def f():\n    from ray.util import x", "only megatron_opd/launch/ray_"),
         ("launch/ray_toy.py", "import os, ray.util", "optional"),
     ],
 )
@@ -185,7 +197,8 @@ def package_name(module: str) -> str:
     """`megatron_opd.PACKAGE`, `sglang_bridge` (what clients need) or `sglang_bridge.server`."""
     parts = module.split(".")
     client = parts[0] == "sglang_bridge" and "server" not in parts
-    return ".".join(parts[: 1 if client else 2])
+    entry = parts[-1] == "__main__" and not client
+    return module if entry else ".".join(parts[: 1 if client else 2])
 
 
 def package_graph(modules: dict[str, set[str]]) -> dict[str, set[str]]:
@@ -207,8 +220,8 @@ def test_no_packages_and_no_modules_import_each_other():
 
 def test_a_cycle_is_found():
     modules = module_graph()
-    modules["megatron_opd.types"].add("megatron_opd.batching.shares")
-    with pytest.raises(CycleError, match=r"megatron_opd\.types"):
+    modules["megatron_opd.records.types"].add("megatron_opd.batching.shares")
+    with pytest.raises(CycleError, match=r"megatron_opd\.records\.types"):
         list(TopologicalSorter(modules).static_order())
 
 
@@ -248,13 +261,13 @@ def test_every_name_is_imported_from_where_it_is_defined():
     [
         ("megatron_opd/buffer/permits.py", "torch"),
         ("megatron_opd/controller/controller.py", "megatron_opd.learner.learner"),
-        ("megatron_opd/types.py", "megatron_opd.config.schema"),
-        ("megatron_opd/transport/zmq.py", "megatron.core"),
+        ("megatron_opd/records/types.py", "megatron_opd.config.schema"),
+        ("megatron_opd/transport/remote_learner.py", "megatron.core"),
         ("megatron_opd/models/gather.py", "megatron_opd.learner.world"),
         ("megatron_opd/checkpoint/convert.py", "megatron_opd.learner.world"),
         ("megatron_opd/losses/terms.py", "megatron_opd.batching.advantages"),
         ("megatron_opd/rollout/generator.py", "sglang"),
-        ("sglang_bridge/client.py", "megatron_opd.types"),
+        ("sglang_bridge/client.py", "megatron_opd.records.types"),
         ("sglang_bridge/client.py", "torch"),
     ],
 )

@@ -97,7 +97,7 @@ def test_the_core_draws_nothing():
         for path in sorted((ROOT / top).rglob("*.py"))
         if re.search(r"^\s*(?:import|from) matplotlib", path.read_text(), re.MULTILINE)
     ]
-    commands = {"megatron_opd/cli/evaluation_plot.py", "megatron_opd/cli/mismatch_plot.py"}
+    commands = {"megatron_opd/evaluation/plot.py", "megatron_opd/mismatch/plot.py"}
     assert {path for path in importers if not path.startswith("tools/plot_")} == commands
     for command in sorted(commands):
         late = [line for line in (ROOT / command).read_text().splitlines() if "matplotlib" in line]

@@ -19,15 +19,15 @@ from megatron_opd.config.supports import (
 )
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
-from megatron_opd.controller.health import HealthGuard, WatchedProcess
 from megatron_opd.controller.ports import Ports
-from megatron_opd.data.seeds import ROLLOUT, derived_seed
+from megatron_opd.launch.health import HealthGuard, WatchedProcess
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.records.seeds import ROLLOUT, derived_seed
+from megatron_opd.records.types import VersionSpan
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.types import VersionSpan
 from sglang_bridge import wire
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable

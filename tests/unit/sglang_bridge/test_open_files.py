@@ -7,7 +7,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from megatron_opd.cli.check import check, open_files_needed
+from megatron_opd.cli.tables.check import check, open_files_needed
 from megatron_opd.config.schema import Config
 from sglang_bridge import open_files
 from tests.support.cli_cases import small_config, tiny_models

@@ -8,16 +8,16 @@ from contextlib import AsyncExitStack
 import pytest
 
 from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
-from megatron_opd.cli.wiring import make_fleet
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.sections import RolloutConfig, ScoringConfig
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.supports import McSupport
 from megatron_opd.evaluation.measure import FleetPort
+from megatron_opd.fleet.clients import make_fleet
+from megatron_opd.records.types import VersionSpan
 from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.teacher.scorer import FleetScorer
-from megatron_opd.types import VersionSpan
 from sglang_bridge import members, retry, wire
 from sglang_bridge.errors import ServerRefused, ServerUnreachable
 from sglang_bridge.fleet import Fleet

@@ -8,6 +8,7 @@ import pytest
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.metrics.types import Phase, WeightSyncReport
+from megatron_opd.records.types import Batch
 from megatron_opd.sim.learner import Figures
 from megatron_opd.sim.recording import (
     CpuSeen,
@@ -18,7 +19,6 @@ from megatron_opd.sim.recording import (
     WorkSeen,
     read_recording,
 )
-from megatron_opd.types import Batch
 from sglang_bridge.work import PassSums, ServerWork
 from tests.support.fakes import make_sample
 

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.records.types import VersionSpan
+from megatron_opd.rollout.overlong import Length
 from megatron_opd.sites.checking import Forged, received_sample
-from megatron_opd.teacher.overlong import Length
 from megatron_opd.transport.samples import encode_sample
-from megatron_opd.types import VersionSpan
 from tests.support.fakes import make_prompt
 from tests.support.hub_links import RULES, done_of, sample_of
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from megatron_opd.cli.preflight import check_models
-from megatron_opd.cli.prepare import prepare
-from megatron_opd.cli.site import SiteRun
-from megatron_opd.cli.sites_run import expected_of
 from megatron_opd.config.schema import Config
+from megatron_opd.inputs.models import check_models
+from megatron_opd.inputs.prepare import prepare
 from megatron_opd.sites.greeting import refusal
+from megatron_opd.sites.learner_side import expected_of
+from megatron_opd.sites.run_site import SiteRun
 from tests.support.cli_cases import small_config
 from tests.support.models import tiny_qwen3
 

@@ -6,11 +6,11 @@ import time
 import pytest
 
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost
-from megatron_opd.link.events import Restarted
 from megatron_opd.sites.hub import NoSiteLeft
 from megatron_opd.sites.intake import TooLate
 from megatron_opd.sites.messages import Farewell, Leaving, Serving, Task, Want, Welcome
 from megatron_opd.transport.samples import encode_sample
+from megatron_opd.wire.link.events import Restarted
 from tests.support.fakes import Teacher, make_prompt
 from tests.support.hub_links import Sites, done_of, prompt_ids, sample_of
 

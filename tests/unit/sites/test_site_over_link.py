@@ -8,9 +8,7 @@ import pytest
 import zmq
 
 from megatron_opd.config.sites import LinkConfig
-from megatron_opd.link.ends import LinkClient, LinkServer
-from megatron_opd.link.events import Received, Restarted
-from megatron_opd.link.wire import BULK, URGENT
+from megatron_opd.records.types import Sample
 from megatron_opd.sites import pulls as pulls_module
 from megatron_opd.sites.messages import (
     Done,
@@ -26,7 +24,9 @@ from megatron_opd.sites.messages import (
 )
 from megatron_opd.sites.versions import SiteVersions
 from megatron_opd.transport.samples import decode_sample
-from megatron_opd.types import Sample
+from megatron_opd.wire.link.ends import LinkClient, LinkServer
+from megatron_opd.wire.link.events import Received, Restarted
+from megatron_opd.wire.link.wire import BULK, URGENT
 from tests.support.config_files import minimal
 from tests.support.site_ends import SiteWorld, task_of, until
 from tests.support.site_learner import WritingLearner

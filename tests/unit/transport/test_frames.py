@@ -8,7 +8,7 @@ import pytest
 
 from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.shares import Share
-from megatron_opd.columns import COLUMNS
+from megatron_opd.records.columns import COLUMNS
 from megatron_opd.transport.frames import from_frames, largest_frame_bytes, to_frames
 from megatron_opd.transport.samples import EncodedSample, encode_sample
 from tests.support.batches import make_batch

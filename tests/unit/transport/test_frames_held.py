@@ -12,8 +12,8 @@ from megatron_opd.transport.frames import (
     to_frames,
     with_samples,
 )
+from megatron_opd.transport.remote_learner import RemoteLearner
 from megatron_opd.transport.samples import FRAMES
-from megatron_opd.transport.zmq import RemoteLearner
 from tests.support.batches import FIGURES, done, make_shares
 from tests.support.data_workers import held
 from tests.support.wire import drive

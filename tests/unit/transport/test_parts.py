@@ -8,7 +8,7 @@ import pytest
 
 from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.shares import Share
-from megatron_opd.columns import RankBatch
+from megatron_opd.records.columns import RankBatch
 from megatron_opd.transport.frames import from_frames, inputs_from_frames, to_frames
 from megatron_opd.transport.parts import Needs, part_of
 from megatron_opd.transport.samples import FRAMES, Buffer

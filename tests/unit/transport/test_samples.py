@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.batching.rank_batch import check_sample
+from megatron_opd.records.types import Sample
 from megatron_opd.transport.samples import (
     EncodedSample,
     decode_inputs,
@@ -17,7 +18,6 @@ from megatron_opd.transport.samples import (
     encode_sample,
     frames_of,
 )
-from megatron_opd.types import Sample
 from sglang_bridge.arrays import pack
 from tests.support.batches import make_sample
 from tests.support.wire import safe

@@ -1,0 +1,1 @@
+"""Draws the tables that `opd check` and `opd plan` print."""

@@ -1,0 +1,274 @@
+"""Runs `opd check`.
+
+It validates what can be validated without starting anything, then prints the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from megatron_opd.checkpoint.run_dir import check_place
+from megatron_opd.cli.tables.memory import memory_tables
+from megatron_opd.cli.tables.placement import placement_table
+from megatron_opd.cli.tables.schedule_words import (
+    in_verls_words,
+    open_in_words,
+    schedule_in_words,
+)
+from megatron_opd.cli.tables.weight_sync import sync_tables
+from megatron_opd.config.defaults import said
+from megatron_opd.config.kernels import choose_kernels
+from megatron_opd.config.roles import STUDENT, Role, all_roles, section_of
+from megatron_opd.config.schema import Config
+from megatron_opd.config.site_bounds import is_open, permits, slots_by_site, staleness_bound
+from megatron_opd.config.speedups import choose_speedups
+from megatron_opd.data.unread_columns import unread_columns
+from megatron_opd.data.values import listed
+from megatron_opd.errors import checked
+from megatron_opd.inputs.extra_args import check_extra_args, check_stops
+from megatron_opd.inputs.models import ModelFacts, check_inputs_are_kept, prompt_limit
+from megatron_opd.inputs.prepare import Inputs, key_of_set, prompt_rules, read_inputs
+from megatron_opd.inputs.rendering import first_prompt
+from megatron_opd.inputs.weights import check_finite, has_weights
+from megatron_opd.launch.gpus import has_gpu
+from megatron_opd.losses.formulas import formula
+from megatron_opd.weight_sync.transport import transport_kind
+from sglang_bridge import open_files
+
+# Files that a controller has open before it connects to anything: measured 60, rounded up.
+OWN_FILES = 128
+PER_SERVER_FILES, PER_RANK_FILES = 8, 4
+
+FIRST_ROWS = 64
+# GB/s of a 400 Gb/s network card
+LINK_GBS = 50.0
+
+
+def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[str, str]]:
+    """Return the (what, value) lines of the plan, in the order of the data flow.
+
+    models: the facts of each role's model.
+    """
+    parallel, buffer, rollout = config.learner.parallel, config.buffer, config.rollout
+    group = f"{rollout.group_size} responses per prompt, " if rollout.group_size > 1 else ""
+    return [
+        *(
+            (role, f"{facts.architecture}, vocabulary {facts.vocab_size}, {facts.path}")
+            for role, facts in models.items()
+        ),
+        (
+            "rollout",
+            f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, "
+            f"{group}<= {prompt_limit(config, models[STUDENT])} prompt + "
+            f"{rollout.max_new_tokens} new tokens",
+        ),
+        *schedule_rows(config),
+        *formula(config.estimator),
+        *said(config),
+        (
+            "learner",
+            f"tp {parallel.tp} x cp {parallel.cp} x pp {parallel.pp} x dp {parallel.dp} = "
+            f"{parallel.world_size} ranks, experts ep {parallel.ep} x etp {parallel.expert_tp}, "
+            f"{config.learner.dtype}",
+        ),
+        *routing_row(config),
+        *kernel_rows(config, moe=models[STUDENT].spec.is_moe),
+        (
+            "updates",
+            f"{config.run.max_steps} of {buffer.batch_size} samples in "
+            f"{config.learner.num_mini_batches} mini-batches, "
+            f"micro-batches of <= {config.learner.max_tokens_per_microbatch} tokens",
+        ),
+        *((f"{role} servers", server_row(config, role)) for role in models),
+        *site_rows(config),
+        ("open files", open_files_row(config)),
+        ("run directory", str(config.run.dir)),
+    ]
+
+
+def schedule_rows(config: Config) -> list[tuple[str, str]]:
+    """Return the lines on when samples are taken and how old they get."""
+    if is_open(config):
+        slots, every = sum(slots_by_site(config).values()), config.schedule.sync_every
+        return [("schedule", open_in_words(config.sites.max_staleness, slots, every))]
+    return [
+        ("schedule", schedule_in_words(config.schedule, config.buffer.batch_size)),
+        ("in verl's words", in_verls_words(config.schedule)),
+    ]
+
+
+def site_rows(config: Config) -> list[tuple[str, str]]:
+    """Return the lines on sampler sites, which start servers of their own."""
+    slots, sites = slots_by_site(config), config.sites
+    rows = [
+        (
+            f"site {name}",
+            f"{slots[name]} prompts at once on "
+            f"{config.student.servers if site.servers is None else site.servers} student servers; "
+            f"{'its own teachers' if site.scores else 'teachers of the learner'}",
+        )
+        for name, site in sites.members.items()
+    ]
+    if not rows:
+        return []
+    bound = (
+        f"tcp://{sites.host}:{sites.port}; samples at most {staleness_bound(config)} updates old "
+        f"and {sites.max_delay_s:g} s on their way; prompts of a site that is lost are given to "
+        f"others after {sites.lost_after_s:g} s"
+    )
+    return [*rows, ("sites connect to", bound)]
+
+
+def kernel_rows(config: Config, *, moe: bool) -> list[tuple[str, str]]:
+    """Return the lines on what a learner on this machine computes with, and why."""
+    kernels, cuda = choose_kernels(has_gpu()), has_gpu()
+    exact = config.run.deterministic
+    speedups = choose_speedups(config.learner, kernels, cuda=cuda, moe=moe, deterministic=exact)
+    rows = dict([*kernels.reasons, *speedups.reasons])
+    given = config.learner.megatron.get("gradient_accumulation_fusion")
+    if given is not None:
+        how = "fused" if given else "not fused"
+        key = "learner.megatron.gradient_accumulation_fusion"
+        rows["weight gradients here"] = f"{how}, as {key} says"
+    return list(rows.items())
+
+
+def routing_row(config: Config) -> list[tuple[str, str]]:
+    """Return the line on routing replay, if the learner's routers do not choose by themselves."""
+    sources = {
+        "rollout": "the experts that the fleet's routers chose for every token (R3)",
+        "current": "the experts that the learner's routers choose at each batch's start",
+    }
+    mode = config.learner.routing_replay
+    if mode not in sources:
+        return []
+    weighed = ", weighed as there" if config.learner.replays_gates else ""
+    return [("routing", f"{mode}: {sources[mode]}{weighed}")]
+
+
+def open_files_needed(config: Config) -> int:
+    """Return how many files the controller holds open at most, rounded up a little.
+
+    These are one connection for each request in flight, its connection pool, logs and libraries.
+    """
+    rollouts = min(config.rollout.concurrency, permits(config))
+    evaluated = rollouts if not config.evaluation.runs else config.rollout.concurrency
+    scores = config.scoring.concurrency if len(all_roles(config)) > 1 else 0
+    servers = sum(
+        len(section_of(config, role).urls) or section_of(config, role).servers
+        for role in all_roles(config)
+    )
+    ranks = config.learner.parallel.world_size
+    control = PER_SERVER_FILES * servers + PER_RANK_FILES * ranks
+    beside = config.evaluation.concurrency if config.evaluation.every else 0
+    return max(rollouts + scores + beside, evaluated) + control + OWN_FILES
+
+
+def open_files_row(config: Config) -> str:
+    """Return how many files a run opens and how many this machine allows."""
+    soft, hard = open_files.limits()
+    needed = open_files_needed(config)
+    allowed = "no limit" if hard == open_files.UNLIMITED else f"{hard} allowed"
+    short = hard != open_files.UNLIMITED and needed > hard
+    remedy = "; TOO FEW: raise the hard limit (ulimit -Hn) or lower concurrency" if short else ""
+    raised = f" (the limit of {soft} is raised at start)" if soft != hard else ""
+    return f"about {needed} needed, {allowed}{raised}{remedy}"
+
+
+def server_row(config: Config, role: Role) -> str:
+    """Return where a role's servers come from and how each is sharded."""
+    section = section_of(config, role)
+    where = ", ".join(section.urls) or f"{section.servers} started on {section.host}"
+    held = section.dtype
+    if section.quantization is not None:
+        held += f", matrices held as {section.quantization}"
+    elif role == STUDENT and config.weight_sync.round_to is not None:
+        held += f", matrices rounded to {config.weight_sync.round_to} but held in {section.dtype}"
+    return f"{where}; tp {section.tp} x ep {section.ep}, {held}"
+
+
+def data_rows(config: Config, inputs: Inputs, limit: int) -> list[tuple[str, str]]:
+    """Return what was read of each data file. limit: tokens of the longest prompt that fits."""
+    lines: list[tuple[str, str]] = []
+    read = [("data.train", found) for found in inputs.train]
+    read += [(f"data.{key_of_set(config, name)}", each) for name, each in inputs.heldout.items()]
+    for key, found in read:
+        rows, tally = found.tally.rows, found.tally
+        how = f"all {rows} rows" if found.whole else f"the first {rows} rows"
+        if found.drawn is not None and not found.whole:
+            how = f"{rows} of {len(found.prompts)} rows"
+        tokens = f"longest prompt {tally.longest} tokens, limit {limit}"
+        if inputs.checked.tokenizer is None:
+            tokens = "not tokenised: no tokenizer on this machine"
+        unusable = sum(tally.skipped.values())
+        lines.append((key, f"{found.path}: {how} read, {unusable} to be skipped; {tokens}"))
+    return lines
+
+
+def first_prompt_row(inputs: Inputs) -> list[tuple[str, str]]:
+    """Return the line of the first prompt, as the student is given it."""
+    tokenizer = inputs.checked.tokenizer
+    prompt = next((prompt for found in inputs.train for prompt in found.examples), None)
+    if tokenizer is None or prompt is None:
+        return []
+    return [("first prompt", first_prompt(tokenizer, prompt.token_ids_P.tolist()))]
+
+
+def unread_rows(config: Config, inputs: Inputs) -> list[tuple[str, str]]:
+    """Return a line for each file with columns that no key of data names."""
+    wanted = prompt_rules(config, inputs.checked, heldout=False).columns.wanted
+    found = {each.path: unread_columns(each.path, wanted) for each in inputs.train}
+    return [("not read", f"{path}: {listed(names)}") for path, names in found.items() if names]
+
+
+def check(
+    config: Config, console: Console, *, data: bool = False, link_gbs: float = LINK_GBS
+) -> None:
+    """Raise UserError for the first problem, otherwise print the plan and its memory tables.
+
+    data: read all rows and all weights instead of the first rows and the headers. link_gbs: GB/s
+    at which a rank sends weights.
+    """
+    check_inputs_are_kept(config)
+    checked(lambda: transport_kind(config.weight_sync))
+    first_rows = None if data else FIRST_ROWS
+    inputs = read_inputs(config, plan=True, first_rows=first_rows, data=data, judge_all=data)
+    models = inputs.checked.models
+    if not inputs.absent:  # otherwise the plan is for another machine
+        check_place(config.run.dir)
+    for role in models:
+        check_extra_args(section_of(config, role), role)
+    check_stops(config)
+    if data:
+        for role, facts in models.items():
+            if has_weights(facts.path):
+                check_finite(facts.path, f"{role}.model")
+    gpus = placement_table(config, models, elsewhere=bool(inputs.absent))
+    rows = [
+        *plan_rows(config, models),
+        *data_rows(config, inputs, prompt_limit(config, models[STUDENT])),
+        *first_prompt_row(inputs),
+        *unread_rows(config, inputs),
+        *(("note", line) for line in inputs.notes),
+        *(("not checked", f"{line}; opd run needs it") for line in inputs.absent),
+    ]
+    if not data and (inputs.train or inputs.checked.tokenizer is not None):
+        rows.append(
+            ("not checked", "further rows and the numbers in the weights: opd check --data")
+        )
+    table = Table(show_header=False, box=None)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")  # a long path whole, over several lines
+    for what, value in rows:
+        # a path or a value of the user's may hold brackets, which are not markup
+        table.add_row(f"[bold]{what}[/bold]", escape(value))
+    console.print(table)
+    spec = models[STUDENT].spec
+    syncs = checked(lambda: list(sync_tables(config, spec, link_gbs)))
+    for each in (*memory_tables(config, models), gpus, *syncs):
+        console.print()
+        console.print(each)

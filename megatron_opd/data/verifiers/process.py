@@ -1,0 +1,135 @@
+"""Holds one worker process from the controller's side.
+
+Invariant: an answer is that of the question just asked; after anything else than a judgement or a
+raised exception the process is killed, with all that it started.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+
+import psutil
+
+from megatron_opd.config.wording import line
+from megatron_opd.data.verifiers.messages import (
+    Ask,
+    Failed,
+    Judged,
+    Ready,
+    Reply,
+    Setup,
+    framed,
+    read_reply,
+)
+from megatron_opd.data.verifiers.reward import DIED, TIMED_OUT, VerifierFailed
+
+STARTUP_S = 120.0
+"""Longest time in which a worker imports its verifiers."""
+GRACE_S = 0.2
+"""How long an answer that has arrived may take to be noticed by a busy controller."""
+# Many workers share the machine; a library that starts a thread per core would slow all down.
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+
+
+class WorkerProcess:
+    """Starts one worker; must be made in the event loop's thread, with which the worker ends.
+
+    OSError: it cannot be started.
+    """
+
+    def __init__(self, setup: Setup) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "megatron_opd.data.verifiers.worker"),
+                    *(str(theirs.fileno()), str(os.getpid())),
+                ],
+                env=_ENVIRONMENT | os.environ,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+            )
+        self.pid = self._process.pid
+        self._opened = asyncio.get_running_loop().create_task(
+            self._open(ours, setup), name=f"verifier worker {self.pid}"
+        )
+
+    async def _open(
+        self, ours: socket.socket, setup: Setup
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        reader, writer = await asyncio.open_connection(sock=ours)
+        try:
+            writer.write(framed(setup))
+            async with asyncio.timeout(STARTUP_S):
+                reply = await read_reply(reader)
+        except (EOFError, OSError, ValueError, TimeoutError) as error:
+            writer.close()
+            why = f"{type(error).__name__} {line(error)}"
+            raise VerifierFailed(DIED, f"a worker did not start: {why}") from None
+        if not isinstance(reply, Ready):
+            writer.close()
+            why = reply.detail if isinstance(reply, Failed) else "it answered a question"
+            raise VerifierFailed(DIED, f"a worker did not start: {why}")
+        return reader, writer
+
+    async def ready(self) -> None:
+        """Wait until the verifiers are imported. VerifierFailed: they cannot be."""
+        await asyncio.shield(self._opened)
+
+    async def ask(self, ask: Ask, timeout_s: float) -> float:
+        """Return the reward. Raises VerifierFailed; the process is of no use after DIED."""
+        reader, writer = await asyncio.shield(self._opened)
+        answered = asyncio.ensure_future(self._answered(reader, writer, ask))
+        try:
+            await asyncio.wait({answered}, timeout=timeout_s)
+            if not answered.done():
+                await asyncio.wait({answered}, timeout=GRACE_S)
+            if not answered.done():
+                raise VerifierFailed(
+                    TIMED_OUT, f"the verifier of {ask.task} took over {timeout_s:g} s"
+                )
+            reply = answered.result()
+        except EOFError:
+            raise VerifierFailed(DIED, f"the verifier of {ask.task} ended its process") from None
+        except (OSError, ValueError) as error:
+            raise VerifierFailed(DIED, f"the verifier of {ask.task}: {line(error)}") from None
+        finally:
+            answered.cancel()
+        if isinstance(reply, Failed):
+            raise VerifierFailed(reply.reason, reply.detail)
+        if not isinstance(reply, Judged):
+            raise VerifierFailed(DIED, f"a worker sent {reply!r} for a judgement")
+        return reply.reward
+
+    async def _answered(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, ask: Ask
+    ) -> Reply:
+        writer.write(framed(ask))
+        await writer.drain()
+        return await read_reply(reader)
+
+    async def end(self) -> None:
+        """Kill the process and all that it started, and collect it."""
+        self._opened.cancel()
+        with contextlib.suppress(asyncio.CancelledError, VerifierFailed):
+            _, writer = await self._opened
+            writer.close()
+        await asyncio.to_thread(self._kill)
+
+    def _kill(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            root = psutil.Process(self.pid)
+            # stopped first: it cannot start another while its children are looked up
+            root.suspend()
+            for process in (*root.children(recursive=True), root):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process.kill()
+        self._process.wait()

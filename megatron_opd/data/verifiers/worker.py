@@ -1,0 +1,102 @@
+"""Runs verifiers in a process of their own, one response at a time (Linux).
+
+Invariant: it answers every question with a reward or a reason, or it ends; it never outlives the
+process that started it. What it or a verifier prints is discarded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from megatron_opd.config.import_path import load_object
+from megatron_opd.config.wording import line
+from megatron_opd.data.verifiers.messages import (
+    Ask,
+    Failed,
+    Judged,
+    Ready,
+    Reply,
+    Setup,
+    framed,
+    receive_request,
+)
+from megatron_opd.data.verifiers.reward import FAILED, OUT_OF_MEMORY, VerifierFailed, checked_reward
+
+Verifiers = Mapping[str, Callable[[str, str], Any]]
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with_parent(parent: int) -> None:
+    """Ask Linux to kill this process when process `parent` ends; exit if it has ended already."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(f"process {parent}, which started this one, has ended")
+
+
+def loaded(setup: Setup) -> Verifiers:
+    """Import every verifier and limit this process's memory. ValueError: one cannot be imported."""
+    verifiers = {
+        task: partial(load_object(call.path), **call.options) for task, call in setup.calls.items()
+    }
+    for call in setup.calls.values():
+        if call.warm is not None:
+            load_object(call.warm)()
+    resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes, setup.memory_bytes))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    return verifiers
+
+
+def judged(verifiers: Verifiers, ask: Ask) -> Reply:
+    """Ask one verifier; whatever it raises becomes a reason."""
+    try:
+        return Judged(checked_reward(verifiers[ask.task](ask.response, ask.answer)))
+    except VerifierFailed as failed:
+        return Failed(failed.reason, line(failed.detail))
+    except MemoryError:
+        return Failed(OUT_OF_MEMORY, f"the verifier of {ask.task} exceeded verifier.memory_bytes")
+    except BaseException as error:  # noqa: BLE001  a verifier may raise SystemExit too
+        return Failed(FAILED, described(error))
+
+
+def described(error: BaseException) -> str:
+    """Return an exception on one line, even if it cannot be printed."""
+    try:
+        return f"{type(error).__name__}: {line(error)}"
+    except Exception:  # noqa: BLE001  an exception of a user's own may raise when it is printed
+        return type(error).__name__
+
+
+def main(descriptor: int, parent: int) -> None:
+    """Answer questions from the socket `descriptor` until process `parent` closes it."""
+    end_with_parent(parent)
+    connection = socket.socket(fileno=descriptor)
+    setup = receive_request(connection)
+    assert isinstance(setup, Setup), "the first message says which verifiers there are"
+    try:
+        verifiers = loaded(setup)
+    except ValueError as error:
+        connection.sendall(framed(Failed(FAILED, line(error))))
+        return
+    connection.sendall(framed(Ready()))
+    while True:
+        try:
+            ask = receive_request(connection)
+        except EOFError:
+            return
+        assert isinstance(ask, Ask), "a worker is set up once"
+        reply = judged(verifiers, ask)
+        connection.sendall(framed(reply))
+        if isinstance(reply, Failed) and reply.reason == OUT_OF_MEMORY:
+            return  # what else failed to allocate meanwhile is not known
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

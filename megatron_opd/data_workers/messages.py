@@ -1,0 +1,178 @@
+"""Defines the records that travel between the controller and its data workers; msgspec, no pickle.
+
+A message is some frames, each a record. What a worker holds is named by a key, that of the request
+that sampled it. Whatever arrives is read by `decode_order` or `decode_answer`, which raise
+BadMessage and nothing else.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from megatron_opd.records.sample_figures import CacheSize, ScoreShape
+from megatron_opd.records.types import RightAnswer
+from megatron_opd.rollout.score_requests import TeacherAsk
+from megatron_opd.transport.messages import BadMessage
+from sglang_bridge.client import Endpoint
+from sglang_bridge.errors import one_line
+from sglang_bridge.protocol import FinishReason
+
+MAX_ORDER_BYTES = 64 << 20
+"""The largest message to a worker: a prompt's tokens and text."""
+
+
+class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True):
+    """Serves as the base of all records; both ends are of one version."""
+
+
+class Generate(_Message, frozen=True):
+    """Asks for one completion, which the worker keeps under the request's rid.
+
+    request: see data_workers/requests.py.
+    """
+
+    call: int
+    endpoint: Endpoint
+    request: msgspec.Raw
+
+
+class Judge(_Message, frozen=True):
+    """Asks for the reward of what is held under `key`. task: a name, or that of data.task."""
+
+    call: int
+    key: str
+    task: str | None
+    answer: RightAnswer
+
+
+class Score(_Message, frozen=True):
+    """Asks for a teacher's scores of what is held under `key`. teacher_vocab_size: its ids."""
+
+    call: int
+    endpoint: Endpoint
+    key: str
+    ask: TeacherAsk
+    teacher_vocab_size: int
+
+
+class Look(_Message, frozen=True):
+    """Asks how far a server is with its requests."""
+
+    call: int
+    endpoint: Endpoint
+
+
+class Fetch(_Message, frozen=True):
+    """Asks for the arrays of what is held under `key`."""
+
+    call: int
+    key: str
+
+
+class Release(_Message, frozen=True):
+    """Lets go of what is held under these keys."""
+
+    keys: list[str]
+
+
+class Cancel(_Message, frozen=True):
+    """Ends the work on a call, and lets go of what it made."""
+
+    call: int
+
+
+class Close(_Message, frozen=True):
+    """Ends the worker."""
+
+
+class Hello(_Message, frozen=True):
+    """Says that a worker is ready. address: where learner ranks ask it for samples."""
+
+    index: int
+    address: str
+
+
+class Generated(_Message, frozen=True):
+    """Describes a completion that the worker holds; see HeldRollout. spans: see RolloutReply."""
+
+    call: int
+    tokens: int
+    ids: int
+    size: CacheSize
+    geometric_logp: float
+    spans: list[tuple[int, int, int]]
+    finish_reason: FinishReason
+
+
+class Judged(_Message, frozen=True):
+    """Answers Judge. reward: in [0, 1]; None, which the controller refuses, without a verifier."""
+
+    call: int
+    reward: float | None
+
+
+class Scored(_Message, frozen=True):
+    """Answers Score: what is held now is a scored sample. ids: more, where the teacher selects."""
+
+    call: int
+    ids: int
+    size: CacheSize
+    shape: ScoreShape
+
+
+class Looked(_Message, frozen=True):
+    """Answers Look; see Progress."""
+
+    call: int
+    tokens: dict[str, int]
+    waiting: list[str]
+
+
+class Whole(_Message, frozen=True):
+    """Answers Fetch: a snapshot.Member, encoded; its prompt holds nothing but tokens."""
+
+    call: int
+    member: bytes
+
+
+class Failed(_Message, frozen=True):
+    """Says why a call has no answer. kind and the rest: see data_workers/faults.py."""
+
+    call: int
+    kind: str
+    texts: list[str]
+    flags: list[bool]
+    status: int = 0
+
+
+Order = Generate | Judge | Score | Look | Fetch | Release | Cancel | Close
+Call = Generate | Judge | Score | Look | Fetch
+"""An order that has an answer."""
+Answered = Generated | Judged | Scored | Looked | Whole | Failed
+"""An answer to a call."""
+Answer = Hello | Answered
+
+_ENCODER = msgspec.msgpack.Encoder()
+_ORDERS = msgspec.msgpack.Decoder(Order)
+_ANSWERS = msgspec.msgpack.Decoder(Answer)
+
+
+def encode(message: Order | Answer) -> bytes:
+    """Encode a message as its frame."""
+    return _ENCODER.encode(message)
+
+
+def decode_order(frame: bytes) -> Order:
+    """Decode a message to a worker. Raises BadMessage."""
+    try:
+        return _ORDERS.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadMessage(f"not an order: {one_line(str(error))}") from None
+
+
+def decode_answer(frame: bytes) -> Answer:
+    """Decode a message from a worker. Raises BadMessage."""
+    try:
+        return _ANSWERS.decode(frame)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise BadMessage(f"not an answer: {one_line(str(error))}") from None

@@ -1,0 +1,33 @@
+"""Turns a judge into what the scorer asks for the reward of a rollout."""
+
+from __future__ import annotations
+
+from megatron_opd.data.end_tokens import Ending
+from megatron_opd.data.judge import Judge
+from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.records.types import AnyRollout, HeldRollout
+from megatron_opd.rollout.scorer import Reward
+
+
+def make_reward(
+    judge: Judge | None, ending: Ending, pool: WorkerPool | None = None
+) -> Reward | None:
+    """Turn the judge into what the scorer asks for the reward of a rollout.
+
+    ending: what ends the run's responses. pool: whose judges give the rewards of what data workers
+    hold.
+    """
+    if judge is None:
+        return None
+
+    async def reward(rollout: AnyRollout) -> float | None:
+        prompt = rollout.prompt
+        if not isinstance(rollout, HeldRollout):
+            ids = rollout.response_ids_T.tolist()
+            return await judge.reward(prompt, ids, ending.beside(prompt.stop))
+        assert pool is not None, "a data worker holds the rollout"
+        if prompt.answer is None or not judge.rewards(prompt):
+            return None
+        return await pool.judge(rollout, prompt.task, prompt.answer)
+
+    return reward

@@ -1,0 +1,187 @@
+"""Runs one data worker: executes the controller's orders, and gives samples to learner ranks.
+
+Orders are executed at the same time, each as a task; answers go out as they come, one to each call.
+What is no order is counted and changes nothing. The worker ends with its controller, or when that
+is out of reach.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import Coroutine
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from megatron_opd.data.judge import Judge as AnswerJudge
+from megatron_opd.data_workers.faults import failed
+from megatron_opd.data_workers.giving import Giving
+from megatron_opd.data_workers.holding import Holding
+from megatron_opd.data_workers.messages import (
+    MAX_ORDER_BYTES,
+    Answer,
+    Call,
+    Cancel,
+    Close,
+    Fetch,
+    Generate,
+    Hello,
+    Judge,
+    Look,
+    Order,
+    Release,
+    Score,
+    Whole,
+    decode_order,
+    encode,
+)
+from megatron_opd.transport.messages import BadMessage
+from megatron_opd.wire.gate import guard_socket, show_keys
+from megatron_opd.wire.keys import RankKeys
+from sglang_bridge.client import Endpoint, ServerClient
+from sglang_bridge.refusals import Refusals
+
+logger = logging.getLogger(__name__)
+
+
+class ControllerGone(ConnectionError):
+    """Reports that the controller's connection ended."""
+
+
+class Worker:
+    """Connects to the controller at `address`.
+
+    Args:
+        index: which of the run's workers it is.
+        host: where learner ranks reach this worker.
+        keys: what a rank of the run has; they make the worker known to all others.
+        judge, draws: see Holding.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        index: int,
+        host: str,
+        keys: RankKeys,
+        judge: AnswerJudge | None,
+        draws: int,
+    ) -> None:
+        self._index = index
+        self.refusals = Refusals(logger, "among the controller's orders")
+        self._context = zmq.asyncio.Context()
+        self._orders = self._context.socket(zmq.DEALER)
+        self._orders.set(zmq.RCVHWM, 0)
+        self._orders.set(zmq.SNDHWM, 0)
+        self._orders.set(zmq.LINGER, 0)
+        guard_socket(self._orders, MAX_ORDER_BYTES)
+        show_keys(self._orders, keys.controller, keys.secret)
+        self._monitor = self._orders.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._orders.connect(address)
+        self._clients: dict[str, ServerClient] = {}
+        self._holding = Holding(self._client, judge, draws)
+        self._giving = Giving(self._context, host, keys, self._holding.frames)
+        self._calls: dict[int, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        """Execute orders until Close. ControllerGone: the connection to the controller ended."""
+        await self._send(Hello(self._index, self._giving.address))
+        watch = asyncio.create_task(self._disconnected(), name="controller")
+        serving = asyncio.create_task(self._serve(), name="orders")
+        giving = asyncio.create_task(self._giving.serve(), name="samples")
+        try:
+            await asyncio.wait({watch, serving, giving}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (serving, giving):
+                if task.done():
+                    return task.result()
+            raise ControllerGone("the controller is gone: this data worker ends")
+        finally:
+            tasks = [watch, serving, giving, *self._calls.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(*(client.close() for client in self._clients.values()))
+            self._orders.disable_monitor()
+            self._monitor.close(linger=0)
+            self._giving.close()
+            self._context.destroy(linger=0)
+
+    async def _serve(self) -> None:
+        while True:
+            for frame in await self._orders.recv_multipart():
+                try:
+                    order = decode_order(frame)
+                except BadMessage as error:
+                    self.refusals.add(str(error))
+                    continue
+                if not await self._obey(order):
+                    return
+
+    async def _obey(self, order: Order) -> bool:
+        """Begin what an order says; returns whether more may follow."""
+        match order:
+            case Close():
+                return False
+            case Release():
+                for key in order.keys:
+                    self._holding.release(key)
+            case Cancel():
+                task = self._calls.get(order.call)
+                if task is not None:
+                    task.cancel()
+            case _ if order.call in self._calls:
+                self.refusals.add(f"a second call {order.call}")
+            case Fetch():
+                await self._answer(order)  # now: a release may be the next order
+            case _:
+                self._begin(order)
+                await asyncio.sleep(0)  # so that it has begun, and answers, when it is cancelled
+        return True
+
+    async def _disconnected(self) -> None:
+        await self._monitor.recv_multipart()
+
+    def _begin(self, order: Generate | Judge | Score | Look) -> None:
+        task = asyncio.create_task(self._answer(order))
+        self._calls[order.call] = task
+        task.add_done_callback(lambda _: self._calls.pop(order.call))
+
+    async def _answer(self, order: Call) -> None:
+        try:
+            answer = await self._execute(order)
+        except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  all must be answered
+            answer = failed(order.call, error)
+        await self._send(answer)
+
+    def _execute(self, order: Call) -> Coroutine[Any, Any, Answer]:
+        match order:
+            case Generate():
+                return self._holding.generate(order)
+            case Judge():
+                return self._holding.judge(order)
+            case Score():
+                return self._holding.score(order)
+            case Look():
+                return self._holding.look(order)
+            case Fetch():
+                return self._fetch(order)
+
+    async def _fetch(self, order: Fetch) -> Whole:
+        return Whole(order.call, self._holding.encoded(order.key))
+
+    async def _send(self, answer: Answer) -> None:
+        await self._orders.send(encode(answer))
+
+    def _client(self, endpoint: Endpoint) -> ServerClient:
+        """Return the client of a server, made when it is first asked."""
+        client = self._clients.get(endpoint.url)
+        if client is None:
+            # how long a request may make no progress is watched by the controller, which pauses
+            client = ServerClient(endpoint.url, timeout_s=math.inf, api_key=endpoint.api_key)
+            self._clients[endpoint.url] = client
+        if client.known != endpoint.known:
+            client.know(endpoint.known)
+        return client

@@ -1,0 +1,27 @@
+"""Checks Megatron's own settings before anything is started."""
+
+from __future__ import annotations
+
+import warnings
+
+from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.errors import UserError
+from megatron_opd.models.spec import ModelSpec
+
+
+def check_megatron(spec: ModelSpec, config: LearnerConfig) -> None:
+    """Raise UserError for fields that Megatron does not have, or values that it rejects.
+
+    Megatron takes seconds to import: a configuration without such fields does not wait for it.
+    """
+    own = config.megatron or config.ddp or config.optimizer.megatron
+    if not own and config.routing_replay == "off":
+        return
+    try:
+        with warnings.catch_warnings():  # Megatron's import warns of what else could be installed
+            warnings.simplefilter("ignore")
+            from megatron_opd.learner.refusals import check_overrides_of
+
+            check_overrides_of(spec, config)
+    except ValueError as error:
+        raise UserError(str(error)) from None

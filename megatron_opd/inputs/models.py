@@ -1,0 +1,405 @@
+"""Checks a run's input before anything is started.
+
+A run that passes them fails later only for causes outside its input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
+from megatron_opd.config.rules import key_of_teacher
+from megatron_opd.config.schema import Config
+from megatron_opd.config.wording import shown
+from megatron_opd.data.end_tokens import EndTokens, read_end_tokens
+from megatron_opd.data.template import RunTemplate
+from megatron_opd.errors import UserError
+from megatron_opd.inputs.megatron_settings import check_megatron
+from megatron_opd.inputs.same_tokenizer import check_tokenizer, further_tokens
+from megatron_opd.inputs.tokenizers import has_tokenizer, load_tokenizer
+from megatron_opd.inputs.weights import check_weights, has_weights
+from megatron_opd.models.families import FAMILIES, MIXTRAL
+from megatron_opd.models.file_kinds import ADAPTER, adapter_line, pointer_in, pointer_line
+from megatron_opd.models.shared_ids import num_shared_ids
+from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
+from megatron_opd.sizing import learner as planning_learner
+from megatron_opd.sizing import servers as planning_servers
+from sglang_bridge.protocol import MAX_ATOMS, ServerInfo
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# SGLang takes inputs of fewer than context - 6 tokens (Scheduler: max_req_input_len), and the
+# teacher is sent prompt and response as one input.
+RESERVED_TOKENS = 7
+SUPPORTED_ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """Holds what a Hugging Face checkpoint's config.json says, as far as the checks need it."""
+
+    path: Path
+    architecture: str
+    vocab_size: int
+    context_length: int
+    raw: dict[str, Any]
+    spec: ModelSpec
+
+
+def read_model(path: Path, key: str) -> ModelFacts:
+    """Read config.json of a checkpoint; `key` is the config key that named it. Raises UserError."""
+    if not path.is_dir():
+        found = "got the file" if path.exists() else "not found:"
+        raise UserError(f"{key} must be a Hugging Face checkpoint directory, {found} {path}")
+    if (path / ADAPTER).is_file():  # transformers would load it on top of what lies beside it
+        raise UserError(f"{key}: {adapter_line(path)}")
+    pointer = pointer_in(path)
+    if pointer is not None:
+        raise UserError(f"{key}: {pointer_line(pointer)}")
+    try:
+        raw = read_config(path / "config.json")
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from None
+    named = raw.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else "none"
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise UserError(
+            f"{key}: architecture {shown(architecture, 80)} is not supported; "
+            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
+        )
+    try:
+        spec = read_model_spec(path)
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from None
+    if architecture != spec.family.architecture:
+        raise UserError(
+            f"{key}: {path / 'config.json'}: architectures must be "
+            f"[{spec.family.architecture!r}] with model_type {spec.family.name!r}, which "
+            f"transformers goes by, got {architecture!r}, which SGLang would serve"
+        )
+    check_servable(key, spec)
+    return ModelFacts(path, architecture, spec.vocab_size, spec.max_position, raw, spec)
+
+
+@dataclass(frozen=True, slots=True)
+class CheckedModels:
+    """Holds every role's model, the student's first, and the tokenizer that they share.
+
+    ends: what ends a response of each, of those whose tokenizer is here.
+    tokenizer: None, and absent: a line for each, where `opd check` plans with what is not here.
+    template: what the tokenizer renders chats with. notes: what the user should know.
+    """
+
+    models: dict[Role, ModelFacts]
+    tokenizer: PreTrainedTokenizerBase | None
+    absent: tuple[str, ...]
+    ends: Mapping[Role, EndTokens]
+    template: RunTemplate = field(default_factory=RunTemplate)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def student(self) -> ModelFacts:
+        """Returns the student's model."""
+        return self.models[STUDENT]
+
+
+def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -> CheckedModels:
+    """Check that student and teachers exist, are supported, and share tokenizer and vocabulary.
+
+    teachers: whether there are any to be checked. plan: a model without weights here is checked as
+    far as its files go, as it may be on another machine; a model with weights must be whole. Raises
+    UserError.
+    """
+    models = read_models(config, teachers=teachers)
+    student = models[STUDENT]
+    notes = cut_notes(student)
+    absent = {
+        role: "weights" if has_tokenizer(facts.path) else "weights and tokenizer"
+        for role, facts in models.items()
+        if plan and not has_weights(facts.path)
+    }
+    for role, facts in models.items():
+        if role not in absent:
+            check_weights(facts.path, f"{role}.model", facts.spec, trained=role == STUDENT)
+    tokenizer = None
+    ends: dict[Role, EndTokens] = {}
+    if STUDENT not in absent or has_tokenizer(student.path):
+        tokenizer = load_tokenizer(student.path, "student.model")
+        check_cut(student, tokenizer)
+        ends[STUDENT] = ends_of(config, "student.model", student, tokenizer)
+        for role, facts in models.items():
+            if role != STUDENT and (role not in absent or has_tokenizer(facts.path)):
+                guard = config.scoring.guard
+                theirs = check_tokenizer(facts.path, f"{role}.model", tokenizer, guard)
+                notes += further_notes(config, f"{role}.model", tokenizer, theirs)
+                check_padding(f"{role}.model", facts.vocab_size, student.vocab_size, tokenizer)
+                ends[role] = ends_of(config, f"{role}.model", facts, theirs)
+    check_support(config, student)
+    check_context(config, models)
+    check_sharding(config, models)
+    check_memory(config, models)
+    lines = (f"{role}.model {models[role].path}: {what} not here" for role, what in absent.items())
+    return CheckedModels(models, tokenizer, tuple(lines), ends, notes=tuple(notes))
+
+
+def ends_of(
+    config: Config, key: str, facts: ModelFacts, tokenizer: PreTrainedTokenizerBase
+) -> EndTokens:
+    """Return what ends a response of a model in this run; `key` names it. Raises UserError."""
+    asked = config.rollout.stop_token_ids
+    beyond = next((each for each in asked if each >= facts.vocab_size), None)
+    if beyond is not None:
+        raise UserError(
+            f"rollout.stop_token_ids must be ids below {key}'s vocab_size {facts.vocab_size}, "
+            f"got {beyond}"
+        )
+    loaded: Any = tokenizer
+    try:
+        return read_end_tokens(
+            facts.path,
+            facts.raw,
+            facts.vocab_size,
+            loaded.eos_token_id,
+            loaded.get_added_vocab(),
+            facts.spec.family.end_token,
+            asked,
+        )
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from None
+
+
+def further_notes(
+    config: Config, key: str, ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase
+) -> list[str]:
+    """Return a line on tokens that a teacher has and the student lacks. Raises UserError.
+
+    Its log-prob of an id of the student's is then that of all its tokens, and KL(student ||
+    teacher) is exact, as the student has no probability on the others. A teacher that selects ids
+    itself may select one of the others, of which the student has no token.
+    """
+    further = further_tokens(ours.get_vocab(), theirs.get_vocab(), key)
+    if not further:
+        return []
+    named = f"{len(further)} more tokens than student.model's, such as {shown(min(further), 60)}"
+    if config.estimator.reads_teacher and config.estimator.support.owner == "teacher":
+        raise UserError(
+            f"{key} has {named}: with support.type {config.estimator.support.type} the teacher "
+            "selects what is compared, and may select one of them; use a support of the student's"
+        )
+    return [
+        f"{key} has {named}; every id of the student's means the same to it, and its log-probs "
+        "are those of all its tokens; text that it writes in an evaluation is read without them"
+    ]
+
+
+def check_servable(key: str, spec: ModelSpec) -> None:
+    """Check that SGLang serves the model that config.json describes. Raises UserError.
+
+    Where its version here ignores a key, it would serve another model, or parameters that were
+    never loaded.
+    """
+    dense = [layer for layer, moe in enumerate(spec.moe_layers) if not moe]
+    if spec.is_moe and dense:
+        raise UserError(
+            f"{key} must have experts in every layer, because SGLang 0.5.23 ignores "
+            f"mlp_only_layers and decoder_sparse_step; layer {dense[0]} of config.json is dense"
+        )
+    wrong = None
+    if spec.is_moe and spec.tied:
+        wrong = "tie_word_embeddings must be false", "true"
+    elif spec.family == MIXTRAL and spec.rope.type != "default":
+        wrong = "the rope type must be default", spec.rope.type
+    elif spec.family == MIXTRAL and not spec.rope.theta.is_integer():
+        wrong = "rope_theta must be a whole number", spec.rope.theta
+    elif spec.family == MIXTRAL and spec.head_dim * spec.num_heads != spec.hidden_size:
+        wrong = "head_dim must be hidden_size / num_attention_heads", spec.head_dim
+    if wrong is not None:
+        rule, got = wrong
+        raise UserError(
+            f"{key}: {rule} in a {spec.family.name} model, because SGLang 0.5.23 serves it as if "
+            f"it were, got {got}"
+        )
+
+
+def read_models(config: Config, *, teachers: bool = True) -> dict[Role, ModelFacts]:
+    """Read every role's config.json, the student's first. Raises UserError."""
+    models = {STUDENT: cut_vocabulary(config, read_model(config.student.model, "student.model"))}
+    for role in teacher_roles(config).values() if teachers else ():
+        models[role] = read_model(section_of(config, role).model, f"{role}.model")
+    return models
+
+
+def check_memory(config: Config, models: Mapping[Role, ModelFacts]) -> None:
+    """Check that each GPU can hold what is planned for it. Raises UserError."""
+    longest = longest_sample(config, models[STUDENT])
+    problem = planning_learner.refusal(models[STUDENT].spec, config.learner, longest)
+    for role, facts in models.items():
+        section = section_of(config, role)
+        context = section.context_length or facts.context_length
+        problem = problem or planning_servers.refusal(role, facts.spec, section, context)
+    if problem is not None:
+        raise UserError(problem)
+
+
+def longest_sample(config: Config, student: ModelFacts) -> int:
+    """Return the tokens of the longest prompt and response that a run may train on."""
+    return prompt_limit(config, student) + config.rollout.max_new_tokens
+
+
+def cut_vocabulary(config: Config, student: ModelFacts) -> ModelFacts:
+    """Return the student with the ids that every teacher can score.
+
+    A teacher may have more ids. log q of the student's ids is then still that of the whole teacher,
+    and KL(p || q) is exact, since p is 0 on the others. What the teacher selects itself is another
+    matter: see FleetScorer.
+    """
+    return replace(student, vocab_size=num_shared_ids(config) or student.vocab_size)
+
+
+def cut_notes(student: ModelFacts) -> list[str]:
+    """Return a line on the student's ids that a run leaves out, if there are any."""
+    rows, used = student.spec.vocab_size, student.vocab_size
+    if used == rows:
+        return []
+    return [
+        f"student.model has {rows} rows in its vocabulary, a teacher only {used}: ids from {used} "
+        "on, which no text uses, have probability 0 for servers and learner; exports keep their "
+        "rows"
+    ]
+
+
+def check_cut(student: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that the ids which a teacher lacks are padding, never used by text."""
+    rows, used = student.spec.vocab_size, student.vocab_size
+    largest = max(tokenizer.get_vocab().values())
+    if used <= largest < rows:
+        raise UserError(
+            f"student.model may have more ids than a teacher's vocab_size {used} only as padding, "
+            f"but the tokenizer uses id {largest}; pad the teacher's embedding and head to "
+            f"{rows} rows"
+        )
+
+
+def check_padding(
+    key: str, teachers: int, students: int, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Check that ids which a teacher has and the student lacks are padding, never used by text."""
+    largest = max(tokenizer.get_vocab().values())
+    if students <= largest < teachers:
+        raise UserError(
+            f"{key} may have more ids than student.model's vocab_size {students} only as padding, "
+            f"but the tokenizer uses id {largest}; pad the student's embedding to {teachers} rows"
+        )
+
+
+def check_support(config: Config, student: ModelFacts) -> None:
+    """Check that a support of the whole vocabulary is used only where that is small."""
+    if config.estimator.support.type == "exact" and student.vocab_size > MAX_ATOMS:
+        raise UserError(
+            f"support.type exact caches the whole vocabulary, which may have at most {MAX_ATOMS} "
+            f"ids, got {student.vocab_size}; use support.type atoms_tail"
+        )
+
+
+def check_context(config: Config, models: Mapping[Role, ModelFacts]) -> None:
+    """Check that the longest allowed prompt and response fit the context of every model."""
+    limits: dict[Role, int] = {}
+    for key, facts in models.items():
+        section = section_of(config, key)
+        limits[key] = limit = section.context_length or facts.context_length
+        if limit > facts.context_length:
+            raise UserError(
+                f"{key}.context_length must be <= the model's max_position_embeddings "
+                f"{facts.context_length}, got {limit}"
+            )
+        for asking, wanted in (
+            ("rollout", config.rollout.max_new_tokens),
+            ("evaluation", config.evaluation.max_new_tokens or 0),
+            *((f"data.heldout.{n}", s.max_new_tokens or 0) for n, s in config.data.heldout.items()),
+        ):
+            if wanted >= limit - RESERVED_TOKENS:
+                raise UserError(
+                    f"{asking}.max_new_tokens must be < the {key}'s context of {limit} tokens, "
+                    f"minus {RESERVED_TOKENS} that SGLang keeps free, got {wanted}"
+                )
+        if section.max_total_tokens is not None and section.max_total_tokens < limit:
+            raise UserError(
+                f"{key}.max_total_tokens must hold the {key}'s context of {limit} tokens, "
+                f"got {section.max_total_tokens}; lower {key}.context_length or raise it"
+            )
+        if limit < limits[STUDENT]:
+            raise UserError(
+                f"{key}.context_length must be >= student.context_length: a teacher scores whole "
+                f"rollouts, got {limit} and {limits[STUDENT]}"
+            )
+
+
+def check_inputs_are_kept(config: Config) -> None:
+    """Check that no file that a run reads lies where --overwrite removes an earlier run."""
+    run_dir = config.run.dir.resolve()
+    teachers = config.all_teachers.items()
+    for key, path in (
+        ("student.model", config.student.model),
+        *((f"{key_of_teacher(name)}.model", section.model) for name, section in teachers),
+        *(("data.train", file.path) for file in config.data.train),
+        *((f"data.heldout.{name}", each.file) for name, each in config.data.heldout.items()),
+    ):
+        if path.resolve().is_relative_to(run_dir):
+            raise UserError(f"{key} must lie outside run.dir {config.run.dir}, got {path}")
+
+
+def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
+    """Check that the learner's layout and the servers' tp and ep divide the models evenly."""
+    try:
+        models[STUDENT].spec.check_parallel(
+            config.learner.parallel, uneven=config.learner.uneven_stages
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    check_megatron(models[STUDENT].spec, config.learner)
+    for key, facts in models.items():
+        section, spec = section_of(config, key), facts.spec
+        rules = (
+            ("tp", section.tp, "attention heads", spec.num_heads),
+            ("tp", section.tp, "feed-forward features", spec.ffn_size),
+            ("ep", section.ep, "experts", spec.num_experts),
+        )
+        for name, degree, what, count in rules:
+            if degree > 1 and (count == 0 or count % degree):
+                raise UserError(
+                    f"{key}.{name} must divide the model's {what}, "
+                    f"got {name}={degree} and {count} {what}"
+                )
+        heads = spec.num_kv_heads
+        if max(section.tp, heads) % min(section.tp, heads):
+            raise UserError(
+                f"{key}.tp must divide the model's key-value heads or be a multiple of them, "
+                f"got tp={section.tp} and {heads} key-value heads"
+            )
+
+
+def prompt_limit(config: Config, student: ModelFacts) -> int:
+    """Return the longest prompt, in tokens, that leaves room to sample and score a response."""
+    context = config.student.context_length or student.context_length
+    room = context - RESERVED_TOKENS - config.rollout.max_new_tokens
+    return min(config.data.max_prompt_tokens, room)
+
+
+def check_ends(key: str, info: ServerInfo, ends: EndTokens) -> None:
+    """Check that a server ends responses where the run takes them to end. Raises UserError.
+
+    A server without a tokenizer does not know that one's; requests name them.
+    """
+    ours, theirs = set(ends.model), set(info.ends.model)
+    if info.ends.tokenizer is not None:
+        ours, theirs = ours | set(ends.tokenizer), theirs | set(info.ends.tokenizer)
+    if ours != theirs:
+        raise UserError(
+            f"{key}: {info.url} must end responses at ids {sorted(ours)}, as config.json, "
+            f"generation_config.json and tokenizer of its model here say, got {sorted(theirs)}: "
+            "give it the same files, and no option that changes them"
+        )

@@ -1,0 +1,397 @@
+"""Checks and loads everything that a run needs before a process is started.
+
+One function reads it for `opd run` and for `opd check`, so that they cannot disagree.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import cycle, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megatron_opd.config.evaluation import ONLY_SET
+from megatron_opd.config.roles import STUDENT, Role, teacher_roles
+from megatron_opd.config.schema import Config
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
+from megatron_opd.data.curriculum import CurriculumSource
+from megatron_opd.data.end_tokens import Ending, EndTokens
+from megatron_opd.data.files import is_source
+from megatron_opd.data.judge import Judge
+from megatron_opd.data.prompt_rules import PromptRules
+from megatron_opd.data.prompts import WHOLE_BYTES, PromptFile, PromptSet
+from megatron_opd.data.records import Columns
+from megatron_opd.data.response_text import ResponseText
+from megatron_opd.data.shards import is_there
+from megatron_opd.data.stream import PromptSource
+from megatron_opd.data.tasks import get_task, get_verifier
+from megatron_opd.data.template import RunTemplate
+from megatron_opd.data.verifying import TaskVerifiers
+from megatron_opd.errors import UserError, checked
+from megatron_opd.inputs.disk_room import disk_notes
+from megatron_opd.inputs.models import CheckedModels, ModelFacts, check_models, prompt_limit
+from megatron_opd.inputs.notes import notes, sampler_gaps
+from megatron_opd.inputs.prompt_order import Begun, Shape
+from megatron_opd.inputs.prompts import (
+    by_row,
+    check_enough,
+    chosen_source,
+    drawn_notes,
+    going_on,
+    lasting,
+    seen_problems,
+    skipped_lines,
+    unseen_keys,
+)
+from megatron_opd.inputs.rendering import rendering_notes, rendering_of, with_template
+from megatron_opd.inputs.same_tokenizer import end_notes
+from megatron_opd.inputs.sinks import check_sinks
+from megatron_opd.inputs.verifiers import check_isolation, row_tasks
+from megatron_opd.inputs.weights import unread_note
+from megatron_opd.metrics.token_texts import Decode
+from megatron_opd.models.hf_config import rope_note
+from megatron_opd.records.types import Prompt
+from megatron_opd.rollout.teacher_guard import PROMPTS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TRAIN = "train"
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """Holds what a run reads, checked.
+
+    train: of every file, in order; empty where one is not here (`opd check` of a plan). heldout: by
+    name, without those that are not here or not needed. judge: None when the task has no verifier
+    or the tokenizer is not here. absent: what was not here to be checked. notes: what the user
+    should know. shape: of the training files, None where not all of them was read. state: what the
+    controller continues from.
+    """
+
+    checked: CheckedModels
+    train: tuple[PromptSet, ...]
+    heldout: Mapping[str, PromptSet]
+    judge: Judge | None
+    absent: tuple[str, ...]
+    notes: tuple[str, ...]
+    shape: Shape | None = None
+    state: ControllerState = NOTHING_YET
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Holds the checked input of a run.
+
+    vocab_sizes: ids of every role's model; a teacher may have more than the student. heldout:
+    evaluation problems by set, empty when there is no evaluation. judge: None when the task has no
+    verifier. decode: turns token ids into text. probes: training prompts by teacher, to look at its
+    scores before the run. ends: the ids that end a response of every role's model. ending: what
+    ends a response of the run, besides its row's own strings. template: what chats are rendered
+    with. train: the files that prompts are drawn from. notes: for the terminal. shape: of the
+    training files. state: what the controller continues from.
+    """
+
+    student: ModelFacts
+    vocab_sizes: Mapping[Role, int]
+    prompts: PromptSource | CurriculumSource
+    train: tuple[PromptSet, ...]
+    heldout: Mapping[str, tuple[Prompt, ...]]
+    judge: Judge | None
+    decode: Decode
+    probes: Mapping[str, tuple[Prompt, ...]]
+    ends: Mapping[Role, EndTokens]
+    ending: Ending
+    template: RunTemplate = field(default_factory=RunTemplate)
+    notes: tuple[str, ...] = ()
+    shape: Shape | None = None
+    state: ControllerState = NOTHING_YET
+
+    @property
+    def prompts_skipped(self) -> dict[str, int]:
+        """Returns how many rows of the training files cannot be used, by cause, of those judged."""
+        return dict(sum((Counter(each.tally.skipped) for each in self.train), Counter[str]()))
+
+    def drawn_lines(self, config: Config) -> list[str]:
+        """Return what the rows that were read when they were drawn have shown."""
+        drawn = [each for each in self.train if each.drawn is not None]
+        lines = skipped_lines(drawn)
+        for name, problems in self.heldout.items():
+            path = config.data.heldout[name].file
+            lines += seen_problems(drawn, key_of_set(config, name), path, problems)
+        return lines
+
+
+def read_inputs(
+    config: Config,
+    *,
+    kept: RunTemplate | None = None,
+    begun: Begun | None = None,
+    plan: bool = False,
+    first_rows: int | None = None,
+    data: bool = True,
+    judge_all: bool = False,
+) -> Inputs:
+    """Check the models and read the data as a run will. Raises UserError.
+
+    kept: what the run has rendered chats with so far; begun: what it goes on from; None: it begins.
+    plan: where a model's weights are not on this machine, check as far as its files go, and let a
+    data file be elsewhere too, unless `data` asks for it. first_rows: rows of each data file to
+    read; None: all. judge_all: judge those now, too, that are read when they are drawn.
+    """
+    checked(lambda: check_sinks(config))
+    checked(lambda: get_task(config.data.task))
+    wanted = config.evaluation.problems if config.evaluation.runs else 0
+    if wanted and not config.data.heldout:
+        raise UserError(f"data.heldout must be a file when evaluation.problems is {wanted}")
+    if wanted:
+        checked(lambda: get_verifier(config.data.task))
+    check_isolation(config)
+    models, changed = with_template(config.data, check_models(config, plan=plan), kept)
+    gaps = sampler_gaps(config, models.student.spec)
+    absent = list(models.absent)
+    elsewhere = bool(models.absent) and not data
+    gone = [file.path for file in config.data.train if elsewhere and not _is_here(file.path)]
+    heldout: dict[str, PromptSet] = {}
+    for name, each in config.data.heldout.items() if wanted else ():
+        key = key_of_set(config, name)
+        if elsewhere and not _is_here(each.file):
+            absent.append(f"data.{key} {each.file}: not here")
+        else:
+            heldout[name] = read_heldout(config, name, models, first_rows, judge_all=judge_all)
+    watched = frozenset(prompt.text for each in heldout.values() for prompt in each.examples)
+    train = ()
+    if not gone:
+        how = HowRead(first_rows, by_row(begun), judge_all, watched)
+        train = read_train(config, models, how)
+    unseen = unseen_keys(config, train) if train else []
+    shape, state, changed_data = going_on(config, train, begun)
+    if train:
+        check_enough(config, train, shape)
+    absent += [f"data.train {path}: not here" for path in gone]
+    judge = None if models.tokenizer is None else make_judge(config, models.tokenizer)
+    every = (*train, *heldout.values())
+    said = (
+        *notes(config),
+        *gaps,
+        *disk_notes(config, models.student.spec),
+        *model_notes(models),
+        *models.notes,
+        *(
+            end_notes(models.ends, models.tokenizer, config.scoring.guard)
+            if models.tokenizer
+            else ()
+        ),
+        *changed,
+        *rendering_notes(config, models, every),
+        *drawn_notes(train),
+        *unseen,
+        *skipped_lines(every),
+        *changed_data,
+        *lasting(config, train, shape),
+        *(
+            line
+            for name, each in heldout.items()
+            for line in seen_problems(train, key_of_set(config, name), each.path, each.examples)
+        ),
+    )
+    return Inputs(models, train, heldout, judge, tuple(absent), said, shape, state)
+
+
+def model_notes(models: CheckedModels) -> list[str]:
+    """Return what a user may not expect of each model's rotary settings and unread tensors."""
+    found = [
+        line
+        for role, model in models.models.items()
+        for line in (
+            unread_note(model.path, f"{role}.model", model.spec),
+            rope_note(f"{role}.model", model.raw),
+        )
+    ]
+    return [line for line in found if line is not None]
+
+
+def key_of_set(config: Config, name: str) -> str:
+    """Return the key of a held-out set below `data`: heldout, or heldout.NAME."""
+    return "heldout" if list(config.data.heldout) == [ONLY_SET] else f"heldout.{name}"
+
+
+def _is_here(path: Path) -> bool:
+    return is_there(path) or is_source(path)
+
+
+@dataclass(frozen=True, slots=True)
+class HowRead:
+    """Says how training data is read.
+
+    first_rows: of each file; None: all. by_row: each row when it is drawn; None: if they are large.
+    judge_all: judge all rows at once even then. watched: texts to look for.
+    """
+
+    first_rows: int | None = None
+    by_row: bool | None = None
+    judge_all: bool = False
+    watched: Collection[str] = ()
+
+
+def read_train(
+    config: Config, models: CheckedModels, how: HowRead | None = None
+) -> tuple[PromptSet, ...]:
+    """Load every file of data.train, in order. Raises UserError."""
+    how, rules = how or HowRead(), prompt_rules(config, models, heldout=False)
+    files = [opened(TRAIN, file.path, rules, how.watched) for file in config.data.train]
+    large = sum(file.rows.num_bytes for file in files) > WHOLE_BYTES
+    if large if how.by_row is None else how.by_row:
+        drawn = (
+            partial(file.drawable, models.tokenizer, judge_all=how.judge_all) for file in files
+        )
+        return tuple(checked(each) for each in drawn)
+    loaded = (partial(file.loaded, models.tokenizer, how.first_rows) for file in files)
+    return tuple(checked(each) for each in loaded)
+
+
+def read_heldout(
+    config: Config,
+    name: str,
+    models: CheckedModels,
+    first_rows: int | None,
+    *,
+    judge_all: bool,
+) -> PromptSet:
+    """Load a set of data.heldout, of a large file only the problems needed. Raises UserError.
+
+    judge_all: judge all rows even then.
+    """
+    path, rules = config.data.heldout[name].file, prompt_rules(config, models, heldout=True)
+    file = opened(key_of_set(config, name), path, rules)
+    large = file.rows.num_bytes > WHOLE_BYTES
+    if large and judge_all:
+        return checked(partial(file.drawable, models.tokenizer, judge_all=True))
+    enough = config.heldout[name].problems if large else None
+    return checked(partial(file.loaded, models.tokenizer, first_rows, enough))
+
+
+def opened(key: str, path: Path, rules: PromptRules, watched: Collection[str] = ()) -> PromptFile:
+    """Open a file of the key below `data`. Raises UserError."""
+    if not _is_here(path):
+        raise UserError(f"data.{key}: data file not found: {path}")
+    return checked(partial(PromptFile.open, path, rules, watched))
+
+
+def prompt_rules(config: Config, models: CheckedModels, *, heldout: bool) -> PromptRules:
+    """Return what a row of the training file, or of the held-out file, must be."""
+    data, student = config.data, models.student
+    # held-out problems are the student's own
+    teacher_key = None if heldout else data.teacher_key
+    choices = {} if teacher_key is None else {teacher_key: tuple(teacher_roles(config))}
+    limit_key = None if heldout else data.max_new_tokens_key  # an evaluation has its own limit
+    # what learns from rewards would drop every sample of a row without one
+    needed = heldout or config.estimator.reads_reward
+    return PromptRules(
+        Columns(
+            chats=(data.prompt_key,),
+            tools=data.tools_key if data.chat_template else None,
+            answers=(data.answer_key,),
+            needed=needed,
+            choices=choices,
+            limits={} if limit_key is None else {limit_key: config.rollout.max_new_tokens},
+            stops=() if data.stop_key is None else (data.stop_key,),
+            names=(data.id_key,),
+            tasks={} if data.task_key is None else {data.task_key: row_tasks(config, needed)},
+            # so are all of their answers
+            reward_weight=None if heldout else data.reward_weight_key,
+            teacher_weight=None if heldout else data.teacher_weight_key,
+        ),
+        max_tokens=prompt_limit(config, student),
+        teacher_key=teacher_key,
+        rendering=rendering_of(data, models.template),
+        continues=data.continue_assistant,
+        max_bad_fraction=data.max_bad_fraction,
+        vocab_size=student.vocab_size,
+    )
+
+
+def make_judge(config: Config, tokenizer: PreTrainedTokenizerBase) -> Judge | None:
+    """Make the judge of token ids; None without a verifier.
+
+    Its verifiers are to be entered before it is asked.
+    """
+    task, by_row = config.data.task, config.data.task_key is not None
+    if not by_row and get_task(task).verify is None:
+        return None
+    added = tokenizer.added_tokens_decoder.items()
+    special = {i: str(token) for i, token in added if token.special}
+    return Judge(make_verifiers(config), task, ResponseText(make_decode(tokenizer), special))
+
+
+def ending_of(config: Config, models: CheckedModels) -> Ending:
+    """Return what ends a response of the run, besides its row's own strings."""
+    return Ending(models.ends[STUDENT].ids, config.rollout.stop)
+
+
+def make_verifiers(config: Config) -> TaskVerifiers:
+    """Make the verifiers that rows may name, or that of data.task; to be entered once."""
+    by_row = config.data.task_key is not None
+    tasks = row_tasks(config, needed=True).values() if by_row else (config.data.task,)
+    return TaskVerifiers(tasks, config.verifier)
+
+
+def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """Make what turns token ids into text as they stand, special tokens included."""
+
+    def decode(ids: Sequence[int]) -> str:
+        text = tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return decode
+    # ten times faster than the wrapper for a token at a time
+    return lambda ids: backend.decode(list(ids), skip_special_tokens=False)
+
+
+def prepare(
+    config: Config, begun: Begun | None = None, kept: RunTemplate | None = None
+) -> Prepared:
+    """Check models and load data. Raises UserError.
+
+    begun: what the run goes on from; kept: what it has rendered chats with so far; None: it begins.
+    """
+    inputs = read_inputs(config, kept=kept, begun=begun)
+    train = inputs.train
+    every = [prompt for each in train for prompt in each.examples]
+    settings = config.heldout
+    tokenizer = inputs.checked.tokenizer
+    assert tokenizer is not None, "a run has the student's tokenizer"
+    return Prepared(
+        student=inputs.checked.student,
+        vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.items()},
+        prompts=checked(lambda: chosen_source(config, train, inputs.state, inputs.shape)),
+        train=train,
+        heldout={
+            name: found.examples[: settings[name].problems]
+            for name, found in inputs.heldout.items()
+        },
+        judge=inputs.judge,
+        decode=make_decode(tokenizer),
+        probes={name: probes_of(every, name) for name in teacher_roles(config)},
+        ends=inputs.checked.ends,
+        ending=ending_of(config, inputs.checked),
+        template=inputs.checked.template,
+        notes=inputs.notes,
+        shape=inputs.shape,
+        state=inputs.state,
+    )
+
+
+def probes_of(prompts: Iterable[Prompt], teacher: str) -> tuple[Prompt, ...]:
+    """Return the first prompts that `teacher` scores, repeated if few; any if it has none."""
+    every = tuple(prompts)
+    own = [prompt for prompt in every if prompt.teacher == teacher]
+    return tuple(islice(cycle(own or every), PROMPTS))

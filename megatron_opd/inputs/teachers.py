@@ -1,0 +1,157 @@
+"""Runs `scoring.guard`: finds a teacher whose scores make no sense before the first update."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from megatron_opd.config.roles import Role, section_of, teacher_roles
+from megatron_opd.config.schema import Config
+from megatron_opd.errors import UserError
+from megatron_opd.inputs.prepare import Prepared
+from megatron_opd.inputs.second_pass import second_pass
+from megatron_opd.inputs.weights import is_quantised
+from megatron_opd.metrics.teacher_health import TeacherWatch
+from megatron_opd.rollout.teacher_guard import TOKENS, Probe, ProbedServer, bound_nats, probe
+from sglang_bridge.errors import BadReply, one_line
+from sglang_bridge.protocol import ScoreRequest
+from sglang_bridge.retry import Backoff, retried
+from sglang_bridge.server import options
+
+AnswerT = TypeVar("AnswerT")
+
+COARSE = frozenset({"quantization", "kv_cache_dtype"})
+"""Settings of SGLang that round more than the dtype does."""
+
+
+async def check_teachers(
+    config: Config,
+    prepared: Prepared,
+    servers: Mapping[str, Sequence[ProbedServer]],
+    *,
+    second: bool = True,
+) -> list[str]:
+    """Probe every server of every teacher, by name; returns lines for the user.
+
+    With scoring.guard `refuse` a nonsense teacher is a UserError, with `warn` a line. second:
+    compare the scores with another program's forward pass too.
+    """
+    if config.scoring.guard == "off":
+        return []
+    run = partial(
+        probe,
+        temperature=config.scoring.temperature,
+        max_new_tokens=min(TOKENS, config.rollout.max_new_tokens),
+        backoff=Backoff(config.scoring.attempts),
+        end_ids=prepared.ending.token_ids,
+    )
+    lines: list[str] = []
+    for name, role in teacher_roles(config).items():
+        vocab_size = prepared.vocab_sizes[role]
+        asked = [
+            run(
+                server,
+                prepared.probes[name],
+                vocab_size=vocab_size,
+                name=f"guard-{uuid.uuid4().hex[:8]}",
+            )
+            for server in servers[name]
+        ]
+        urls = [server.url for server in servers[name]]
+        found = dict(zip(urls, await _answers(role, asked), strict=True))
+        lines += _verdicts(config, role, found, vocab_size)
+        if second and found:
+            passages = found[urls[0]].passages
+            lines += await _compare(config, role, servers[name], passages)
+    return lines
+
+
+async def _answers(role: str, asked: Iterable[Awaitable[AnswerT]]) -> list[AnswerT]:
+    """Await all answers. UserError: one that no guard makes useful."""
+    try:
+        return await asyncio.gather(*asked)
+    except BadReply as error:
+        raise UserError(
+            f"{role} answers what no run can use: {one_line(str(error))}; check {role}.model "
+            "(`opd check --data` reads every weight), and that nothing else answers there"
+        ) from error
+
+
+async def _compare(
+    config: Config, role: str, servers: Sequence[ProbedServer], passages: Sequence[ScoreRequest]
+) -> list[str]:
+    """Compare every server of a role with another program's forward pass over the same weights."""
+    section = section_of(config, role)
+    other = await second_pass(section, passages)
+    if other.by is None:
+        return [f"{role}: scores compared with no other forward pass: {other.why}"]
+    backoff = Backoff(config.scoring.attempts)
+
+    async def gap_nats(server: ProbedServer) -> float:
+        asked = [retried(lambda _, each=each: server.score(each), backoff) for each in passages]
+        replies = await asyncio.gather(*asked)
+        pairs = zip(replies, other.logp, strict=True)
+        return float(np.median(np.concatenate([np.abs(r.logp_N - logp_N) for r, logp_N in pairs])))
+
+    gaps = await _answers(role, map(gap_nats, servers))
+    dtypes = {section.dtype, other.dtype}
+    settings = COARSE.intersection(options.given(section.extra_args).values())
+    if section.quantization is not None or settings or is_quantised(section.model):
+        dtypes = {"bfloat16"}
+    bound = max(bound_nats(dtype, config.scoring.temperature) for dtype in dtypes)
+    lines: list[str] = []
+    for server, gap in zip(servers, gaps, strict=True):
+        if not gap <= bound:
+            told = (
+                f"{role} at {server.url} answers nonsense: its scores differ from those of "
+                f"{other.by} with the weights of {role}.model by {gap:.2g} nats (median; "
+                f"{bound:g} are allowed)"
+            )
+            if config.scoring.guard == "refuse":
+                raise UserError(
+                    f"{told}; check what is served, or set scoring.guard to warn or off"
+                )
+            lines.append(f"warning: {told}")
+    if not lines:
+        lines.append(f"{role}: scores agree with {other.by} to {max(gaps):.1e} nats (median)")
+    return lines
+
+
+def _verdicts(config: Config, role: str, found: Mapping[str, Probe], vocab_size: int) -> list[str]:
+    """Return a line for each bad server of a role, by url, and one for all the others."""
+    lines: list[str] = []
+    dtype = section_of(config, role).dtype
+    problems = {url: each.problem(dtype, vocab_size) for url, each in found.items()}
+    for url, problem in problems.items():
+        if problem is not None:
+            told = f"{role} at {url} answers nonsense: {problem}"
+            if config.scoring.guard == "refuse":
+                raise UserError(f"{told}; check {role}.model, or set scoring.guard to warn or off")
+            lines.append(f"warning: {told}")
+    sound = [found[url] for url, problem in problems.items() if problem is None]
+    if sound:
+        gap_nats = max(each.gap_nats for each in sound)
+        worst_nats = max(each.worst_nats for each in sound)
+        lines.append(
+            f"{role}: scores agree with sampling to {gap_nats:.1e} nats "
+            f"(median of {sound[0].num_ids} ids; at most {worst_nats:.1e})"
+        )
+    return lines
+
+
+def make_teacher_watch(config: Config, vocab_sizes: Mapping[Role, int]) -> TeacherWatch | None:
+    """Return what looks at the scores during the run; None where no teacher is read."""
+    teachers = {name: vocab_sizes[role] for name, role in teacher_roles(config).items()}
+    if not teachers:
+        return None
+    guard = config.scoring.guard
+    return TeacherWatch(
+        teachers,
+        alarm=guard != "off",
+        stop_after=config.scoring.guard_stop_after if guard == "refuse" else 0,
+    )

@@ -1,0 +1,76 @@
+"""Loads a checkpoint's tokenizer, and checks that it is there and belongs to the model.
+
+Transformers makes an empty tokenizer of a directory without one; here that is an error.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from megatron_opd.config.wording import shown
+from megatron_opd.data.render import is_failure, said
+from megatron_opd.data.without_torch import transformers_for_tokenizers
+from megatron_opd.data.written_tokenizer import cut_as_written
+from megatron_opd.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+VOCABULARIES = ("tokenizer.json", "vocab.json")
+MOST_ID = 2**24
+"""Largest id of a vocabulary. Loading one with an id of 2**31 took the library 22 s of processor
+time; the largest vocabularies in use have a few hundred thousand ids."""
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+
+
+def has_tokenizer(path: Path) -> bool:
+    """Return whether `path` holds a vocabulary."""
+    return any((path / name).is_file() for name in FILES)
+
+
+def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
+    """Load the checkpoint's tokenizer from local files; `key` is the config key that named it.
+
+    Raises UserError: no vocabulary, a config.json or tokenizer that transformers refuses.
+    """
+    if not has_tokenizer(path):
+        raise UserError(f"{key}: {path} has no tokenizer: none of {', '.join(FILES)} is there")
+    for name in VOCABULARIES:
+        if (path / name).is_file():
+            _check_ids(key, path / name)
+    library = transformers_for_tokenizers()
+    config, tokenizers = library.AutoConfig, library.AutoTokenizer
+    _checked(f"{key}: transformers refuses {path / 'config.json'}", config, path)
+    tokenizer = _checked(f"{key}: cannot load the tokenizer in {path}", tokenizers, path)
+    if not tokenizer.get_vocab():
+        raise UserError(f"{key}: the tokenizer in {path} has an empty vocabulary")
+    return cut_as_written(tokenizer, path)
+
+
+def _check_ids(key: str, path: Path) -> None:
+    """Raise UserError if tokenizer.json is not JSON or holds an id beyond MOST_ID."""
+    try:
+        tree: Any = msgspec.json.decode(path.read_bytes())
+    except (OSError, ValueError, msgspec.MsgspecError, RecursionError) as error:
+        raise UserError(f"{key}: cannot read {path}: {said(error)}") from None
+    model = tree.get("model") if isinstance(tree, dict) and path.name == "tokenizer.json" else tree
+    words = model.get("vocab") if isinstance(model, dict) and model is not tree else model
+    ids = list(words.values()) if isinstance(words, dict) else []
+    added = tree.get("added_tokens") if isinstance(tree, dict) else None
+    tokens = added if isinstance(added, list) else []
+    ids += [token.get("id") for token in tokens if isinstance(token, dict)]
+    large = next((i for i in ids if isinstance(i, int) and i > MOST_ID), None)
+    if large is not None:
+        raise UserError(f"{key}: an id of {path} must be at most {MOST_ID}, got {shown(large, 40)}")
+
+
+def _checked(problem: str, kind: Any, path: Path) -> Any:
+    try:
+        return kind.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except BaseException as error:  # transformers raises what its parts raise, Rust panics too
+        if not is_failure(error):
+            raise
+        raise UserError(f"{problem}: {said(error)}") from None

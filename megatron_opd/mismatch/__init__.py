@@ -1,0 +1,1 @@
+"""Measures how far the learner's and the sampler's probabilities are apart (`opd mismatch`)."""

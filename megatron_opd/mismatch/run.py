@@ -1,0 +1,270 @@
+"""Starts the student's servers and the learner of `opd mismatch`, and measures with them.
+
+No teacher is started. The servers get the learner's weights, as version 0: servers started
+elsewhere hold the same weights afterwards, and can be used by a run. run.dir is not touched.
+Invariant: every process that was started here is ended, whatever happens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+import uuid
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+
+from megatron_opd.checkpoint.claimant import Claimant
+from megatron_opd.config.cluster import LAUNCHED
+from megatron_opd.config.digests import learner_digests
+from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.config.load import dump_config
+from megatron_opd.config.roles import STUDENT
+from megatron_opd.config.schema import Config
+from megatron_opd.data.end_tokens import EndTokens
+from megatron_opd.data.stream import PromptSource
+from megatron_opd.errors import RunFailed, UserError, checked, kept_traceback
+from megatron_opd.fleet.clients import make_fleet
+from megatron_opd.fleet.ends import Ends
+from megatron_opd.fleet.guards import RunGuard, watched_engines, while_alive
+from megatron_opd.fleet.startup import ServedModel, all_up, join_role
+from megatron_opd.inputs.megatron_settings import check_megatron
+from megatron_opd.inputs.models import ModelFacts, check_models
+from megatron_opd.inputs.notes import sampler_gaps, served_by
+from megatron_opd.inputs.prepare import read_train
+from megatron_opd.inputs.prompts import drawn_notes, skipped_lines, sources_of, unseen_keys
+from megatron_opd.inputs.rendering import rendering_notes, with_template
+from megatron_opd.launch.health import HealthGuard
+from megatron_opd.launch.joining import Part, there
+from megatron_opd.launch.keys import role_key
+from megatron_opd.launch.learner_process import LearnerProcess, learner_command
+from megatron_opd.launch.parts import LEARNER
+from megatron_opd.launch.placing import placement_here, with_backend
+from megatron_opd.launch.processes import Processes
+from megatron_opd.launch.servers import check_addresses, server_processes
+from megatron_opd.launch.stopping import stopped_by_signals
+from megatron_opd.mismatch.measure import FREE, GATED, REPLAYED, Measured, measure
+from megatron_opd.mismatch.options import Options
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.records.types import Prompt
+from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.sizing.matching import Served
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
+from megatron_opd.weight_sync.session import WeightSync
+from megatron_opd.weight_sync.transport import transport_kind
+from megatron_opd.wire.keys import RunKeys
+from sglang_bridge import open_files
+from sglang_bridge.fleet import Fleet
+from sglang_bridge.server.launch import ServerProcess
+
+RESOLVED = "config.resolved.yaml"
+VERSION = 0  # of the weights that are compared
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Holds the checked input. ends: of the student. notes: for the terminal."""
+
+    student: ModelFacts
+    ends: EndTokens
+    prompts: tuple[Prompt, ...]
+    notes: tuple[str, ...]
+
+
+def prepare(config: Config, num_prompts: int) -> Prepared:
+    """Check the student's model and the prompts; teachers are not looked at. Raises UserError."""
+    models, _ = with_template(config.data, check_models(config, teachers=False), None)
+    read = read_train(config, models)
+    sources = sources_of(config, read)
+    source = PromptSource(sources, seed=config.run.seed, shuffle=config.data.shuffle)
+    notes = list(sampler_gaps(config, models.student.spec))
+    notes += rendering_notes(config, models, read)
+    notes += [*drawn_notes(read), *unseen_keys(config, read), *skipped_lines(read)]
+    there = sum(len(each.prompts) for each in read)
+    if num_prompts > there:
+        notes.append(f"data.train has {there} prompts: some of the {num_prompts} are repeated")
+    prompts, ends = tuple(islice(source, num_prompts)), models.ends[STUDENT]
+    return Prepared(models.student, ends, prompts, tuple(notes))
+
+
+def with_recorded_routing(config: Config, spec: ModelSpec) -> Config:
+    """Return the configuration with experts and their weights recorded, where that is possible.
+
+    Servers started elsewhere stay as they are, and so does a learner whose settings exclude replay.
+    """
+    if not spec.is_moe or config.student.urls:
+        return config
+    recorded = {"routing_replay": "rollout", "routing_weights": "sampler"}
+    learner = config.learner.model_copy(update=recorded)
+    try:
+        check_megatron(spec, learner)
+    except UserError:
+        return config
+    return config.model_copy(update={"learner": learner})
+
+
+def trained_with(learner: LearnerConfig) -> str:
+    """Return which of the learner's scores a train step sees."""
+    if not learner.replays_experts:
+        return FREE
+    return GATED if learner.replays_gates else REPLAYED
+
+
+class MismatchRun:
+    """Performs one measurement, from checking its input to ending its processes."""
+
+    def __init__(self, config: Config, options: Options, console: Console) -> None:
+        open_files.raise_limit()
+        self.options, self.console = options, console
+        checked(lambda: transport_kind(config.weight_sync))
+        if config.cluster.type in LAUNCHED:
+            raise UserError(
+                "opd mismatch: cluster.type must be local, because it starts the learner on this "
+                f"machine (student.urls may name servers elsewhere), got {config.cluster.type}; "
+                "add --set cluster.type=local"
+            )
+        self.prepared = prepare(config, options.prompts)
+        check_addresses(config, learner_here=True)
+        # what training sees is decided by the configuration as it was given
+        self.trained = trained_with(config.learner)
+        self.placement = placement_here(config, (STUDENT,))
+        config = with_backend(config, self.placement)
+        self.config = with_recorded_routing(config, self.prepared.student.spec)
+        self.served: tuple[Served, ...] = ()
+        """How servers started elsewhere compute the model, once they were asked."""
+        self.processes = Processes([], None)
+        self.ends = Ends(lambda: self.processes.watched())
+
+    def measure(self) -> Measured:
+        """Measure once. UserError: bad input. RunFailed: a part failed; its logs are kept."""
+        scratch = Path(tempfile.mkdtemp(prefix="opd-mismatch-"))
+        try:
+            return asyncio.run(self._main(scratch))
+        except RunFailed:
+            scratch = None
+            raise
+        finally:
+            if scratch is not None:
+                shutil.rmtree(scratch, ignore_errors=True)
+
+    async def _main(self, scratch: Path) -> Measured:
+        try:
+            try:
+                with stopped_by_signals():
+                    return await self._measure(scratch)
+            finally:
+                await self.ends.closing(self.processes.stop)()
+        except BaseException as last:
+            keep = partial(kept_traceback, log=scratch / "controller.log")
+            raise self.ends.end(last, f"; logs are in {scratch}", keep) from last
+
+    async def _measure(self, scratch: Path) -> Measured:
+        config = self.config
+        keys = RunKeys.make()
+        digests = checked(lambda: learner_digests(config))
+        admission = Admission(keys, digests, self.prepared.student.vocab_size)
+        key = role_key(config.student, STUDENT)
+        servers = server_processes(config, STUDENT, scratch, key, self.placement)
+        urls = config.student.urls or tuple(server.url for server in servers)
+        remote = checked(lambda: RemoteLearner(config, admission))
+        fleet = make_fleet(config.student, urls, key)
+
+        async def leave() -> None:
+            remote.close()
+
+        async with AsyncExitStack() as closers:
+            closers.push_async_callback(self.ends.closing(leave))
+            closers.push_async_callback(self.ends.closing(fleet.close))
+            measured = await self.ends.of(self._perform(scratch, servers, keys, remote, fleet))
+            await self.ends.closing(remote.stop)()
+        return measured
+
+    async def _perform(
+        self,
+        scratch: Path,
+        servers: Sequence[ServerProcess],
+        keys: RunKeys,
+        remote: RemoteLearner,
+        fleet: Fleet,
+    ) -> Measured:
+        """Start everything and measure."""
+        config = self.config
+        self._say(*(f"note: {line}" for line in self.prepared.notes))
+        if config.student.urls:  # checked before anything is started
+            await self._join(fleet)
+        resolved = scratch / RESOLVED
+        resolved.write_text(dump_config(config), encoding="utf-8")
+        command = learner_command(resolved, config.learner, ["--controller", remote.address])
+        log, threads = scratch / "learner.log", config.learner.threads
+        gpus = self.placement.visible(LEARNER)
+        learner = LearnerProcess(command, log, threads, keys.ranks, gpus)
+        self.processes = Processes(servers, learner)
+        self._say(
+            f"starting {len(servers)} SGLang servers and a learner of "
+            f"{config.learner.parallel.world_size} ranks"
+        )
+        self.processes.start()
+        ours = {server.url for server in servers}
+        elsewhere = watched_engines({STUDENT: fleet}, besides=ours)
+        startup_s = config.student.startup_timeout_s
+        parts = self.processes.parts(startup_s)
+        parts["servers elsewhere"] = Part(there(), HealthGuard(engines=elsewhere).watch)
+        await all_up(remote, startup_s, parts, self._say)
+        if not config.student.urls:
+            await self._join(fleet)
+        health = HealthGuard(self.processes.watched(), watched_engines({STUDENT: fleet}))
+        guard = RunGuard(lambda: health, remote)
+        return await while_alive(guard, self._with_same_weights(fleet, remote))
+
+    async def _with_same_weights(self, fleet: Fleet, remote: RemoteLearner) -> Measured:
+        config = self.config
+        make_transport = transport_kind(config.weight_sync).fleet_part
+        transport = make_transport(fleet, remote.move_weights, config)
+        weight_sync = WeightSync(fleet, remote, transport, config.weight_sync)
+        await weight_sync.open()
+        await weight_sync.sync(VERSION)
+        sampler = RolloutGenerator(
+            fleet,
+            config.rollout,
+            config.estimator.support,
+            self.prepared.student.vocab_size,
+            f"mismatch-{uuid.uuid4().hex[:8]}",
+            stop_token_ids=self.prepared.ends.ids,
+            routed_experts=config.learner.replays_experts,
+            routed_gates=config.learner.replays_gates,
+            seed=config.run.seed,
+        )
+        try:
+            measured = await measure(
+                config,
+                self.prepared.prompts,
+                sampler,
+                fleet,
+                remote,
+                version=VERSION,
+                trained=self.trained,
+                say=self._say,
+            )
+        except ValueError as error:
+            raise RunFailed(str(error)) from error
+        if config.student.urls:
+            await weight_sync.close()  # servers that outlive this leave its group
+        return measured
+
+    async def _join(self, fleet: Fleet) -> None:
+        student = self.prepared.student
+        model = ServedModel(student.vocab_size, self.prepared.ends, student.spec)
+        notes = await join_role(self.config, STUDENT, fleet, model, Claimant("opd mismatch"))
+        if self.config.student.urls:
+            self.served = tuple(map(served_by, fleet.infos))
+        self._say(*(f"note: {line}" for line in notes))
+
+    def _say(self, *lines: str) -> None:
+        for line in lines:
+            self.console.print(line, soft_wrap=True, markup=False)

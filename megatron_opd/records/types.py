@@ -1,0 +1,299 @@
+"""Defines the records of the pipeline.
+
+Frozen: a stage returns a new record and never edits the one it was given.
+
+Axes, as name suffixes: T response tokens of one sample, N flattened (token, cached action) pairs, P
+prompt tokens. The draw cache is the bridge's own record, as the server's reply was parsed into it.
+Torch-free, so that the controller and its tests need no deep-learning stack.
+
+Arrays may be in another process than the controller, a data worker's (megatron_opd/workers/). Then
+HeldRollout and HeldSample stand for them: they hold what the controller and its observers read.
+Records that a controller with data workers makes for every sample are msgspec's: a frozen dataclass
+takes ten times as long to make, and the garbage collector walks it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from megatron_opd.records.sample_figures import CacheSize, ScoreShape
+from sglang_bridge.columns import arrays_of
+from sglang_bridge.protocol import DrawCache
+
+IntArray = npt.NDArray[np.int32]
+OffsetArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float32]
+ExpertArray = npt.NDArray[np.unsignedinteger[Any]]
+GateArray = npt.NDArray[np.floating[Any]]
+RightAnswer = str | tuple[str, ...]
+"""What a verifier compares with; of several answers any is right."""
+
+
+NO_ROW = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Holds one tokenised problem. `uid` is unique in a run and rises in admission order.
+
+    token_ids_P: int32 [P], chat template already applied. answer: what the task's verifier compares
+    with, or several that are all right, if any. teacher: names the one that scores its rollouts.
+    max_new_tokens: longest response; None: rollout.max_new_tokens. stop: strings that end a
+    response besides rollout.stop. task: its verifier's name; None: data.task. row_id: the row's own
+    name, or its file and line. row: which problem of the training data it is; NO_ROW: none of what
+    the data is now. reward_weight, teacher_weight: multiply the loss's terms from rewards, and its
+    other terms, on its responses.
+    """
+
+    uid: int
+    text: str
+    token_ids_P: IntArray
+    answer: RightAnswer | None = None
+    teacher: str = "teacher"
+    max_new_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    task: str | None = None
+    row_id: str = ""
+    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    row: int = 0
+    reward_weight: float = 1.0
+    teacher_weight: float = 1.0
+
+
+class VersionSpan(msgspec.Struct, frozen=True, gc=False):
+    """Says that response tokens [start, stop) were sampled by weight version `version`."""
+
+    version: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """Holds one student completion with its draw cache.
+
+    response_ids_T: int32 [T], the end-of-sequence token included when it was sampled. spans: cover
+    [0, T), versions rise. started_s, finished_s: monotonic clock. finish_reason: see
+    sglang_bridge.protocol. restarts: earlier tries whose connection was lost. experts_XLk: uint8 or
+    uint16 [P + T - 1, layers with experts, experts a token], the experts that each input of the
+    model visited when it was last computed in the fleet; None unless asked for. gates_XLk: float32,
+    the weights that these experts' outputs were multiplied with then, in the same order; None
+    unless asked for.
+    """
+
+    prompt: Prompt
+    response_ids_T: IntArray
+    draws: DrawCache
+    spans: tuple[VersionSpan, ...]
+    finish_reason: str
+    started_s: float
+    finished_s: float
+    engine: str = ""
+    restarts: int = 0
+    experts_XLk: ExpertArray | None = None
+    gates_XLk: GateArray | None = None
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Returns the number of response tokens, T."""
+        return len(self.response_ids_T)
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of prompt and response tokens, P + T."""
+        return len(self.prompt.token_ids_P) + len(self.response_ids_T)
+
+    @property
+    def num_ids(self) -> int:
+        """Returns the number of cached ids, N."""
+        return self.draws.num_ids
+
+    @property
+    def oldest_version(self) -> int:
+        """Returns the version that sampled the stalest token."""
+        return min([span.version for span in self.spans])  # for every sample, more than once
+
+    @property
+    def geometric_logp(self) -> float:
+        """Returns the mean over T of the path's sampler_logp in nats, 0 for an empty response.
+
+        It is the log of GEPO's Eq. 9. The log of the product itself reaches -1e5 for 30,000 tokens;
+        it is never exponentiated.
+        """
+        if self.draws.num_tokens == 0:
+            return 0.0
+        return float(self.draws.sampler_logp_N[self.draws.path_T].astype(np.float64).mean())
+
+    def versions_T(self) -> IntArray:
+        """Return int32 [T]: the weight version that sampled each response token."""
+        versions_T = np.empty(self.num_response_tokens, dtype=np.int32)
+        for span in self.spans:
+            versions_T[span.start : span.stop] = span.version
+        return versions_T
+
+
+@dataclass(frozen=True, slots=True)
+class SampleInputs:
+    """Holds what a learner's model computes with: the fields of a sample's rollout."""
+
+    token_ids_P: IntArray
+    response_ids_T: IntArray
+    experts_XLk: ExpertArray | None = None
+    gates_XLk: GateArray | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Holds a scored rollout.
+
+    teacher_logp_N: float32 [N], log q of every cached id; finite (a sample with NaN is dropped), or
+    all NaN, and never read, where no teacher is asked. reward: the task's verifier on the response;
+    None without a verifier or an answer. overlong_penalty: <= 0, added to the reward in advantages.
+    masked: its tokens carry no loss.
+    """
+
+    rollout: Rollout
+    teacher_logp_N: FloatArray
+    reward: float | None = None
+    overlong_penalty: float = 0.0
+    masked: bool = False
+
+    @property
+    def has_scores(self) -> bool:
+        """Tell whether a teacher was asked."""
+        return len(self.teacher_logp_N) > 0 and not bool(np.isnan(self.teacher_logp_N[0]))
+
+    @property
+    def cache(self) -> CacheSize:
+        """Returns how much the sample holds."""
+        rollout = self.rollout
+        cached = arrays_of(rollout.draws, DrawCache).values()
+        arrays = (rollout.response_ids_T, self.teacher_logp_N, *cached)
+        return CacheSize(
+            int(np.count_nonzero(rollout.draws.weight_N)), sum(array.nbytes for array in arrays)
+        )
+
+    def scores(self, vocab_size: int) -> ScoreShape | None:
+        """Describe the teacher's scores of the path, None without. vocab_size: of the teacher."""
+        if not self.has_scores:
+            return None
+        return ScoreShape.of(self.teacher_logp_N[self.rollout.draws.path_T], vocab_size)
+
+
+class HeldRollout(msgspec.Struct, frozen=True, gc=False):
+    """Stands for a Rollout that a data worker holds; the fields that both have are alike.
+
+    worker: who holds it. key: its name there. num_ids: N. geometric_logp: as of a Rollout. cache:
+    what its Sample holds.
+    """
+
+    prompt: Prompt
+    worker: str
+    key: str
+    num_response_tokens: int
+    num_ids: int
+    cache: CacheSize
+    geometric_logp: float
+    spans: tuple[VersionSpan, ...]
+    finish_reason: str
+    started_s: float
+    finished_s: float
+    engine: str = ""
+    restarts: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Returns the number of prompt and response tokens, P + T."""
+        return len(self.prompt.token_ids_P) + self.num_response_tokens
+
+    @property
+    def oldest_version(self) -> int:
+        """Returns the version that sampled the stalest token."""
+        return min([span.version for span in self.spans])  # for every sample, more than once
+
+
+class HeldSample(msgspec.Struct, frozen=True, gc=False):
+    """Stands for a Sample that a data worker holds; the fields that both have are alike.
+
+    shape: of the scores; None where no teacher was asked.
+    """
+
+    rollout: HeldRollout
+    shape: ScoreShape | None
+    reward: float | None = None
+    overlong_penalty: float = 0.0
+    masked: bool = False
+
+    @property
+    def has_scores(self) -> bool:
+        """Tell whether a teacher was asked."""
+        return self.shape is not None
+
+    @property
+    def cache(self) -> CacheSize:
+        """Returns how much the sample holds."""
+        return self.rollout.cache
+
+    def scores(self, vocab_size: int) -> ScoreShape | None:
+        """Return the shape of the scores, which were described where they are."""
+        return self.shape
+
+
+AnyRollout = Rollout | HeldRollout
+AnySample = Sample | HeldSample
+
+
+def with_restarts(rollout: AnyRollout, more: int) -> AnyRollout:
+    """Return the rollout with so many more restarts."""
+    restarts = rollout.restarts + more
+    if isinstance(rollout, HeldRollout):
+        return msgspec.structs.replace(rollout, restarts=restarts)
+    return replace(rollout, restarts=restarts)
+
+
+def rollout_here(rollout: AnyRollout) -> Rollout:
+    """Return the rollout. TypeError: a data worker holds its arrays."""
+    if isinstance(rollout, HeldRollout):
+        raise TypeError(f"rollout {rollout.prompt.uid} is held by {rollout.worker}")
+    return rollout
+
+
+def sample_here(sample: AnySample) -> Sample:
+    """Return the sample. TypeError: a data worker holds its arrays."""
+    if isinstance(sample, HeldSample):
+        raise TypeError(f"sample {sample.rollout.prompt.uid} is held by {sample.rollout.worker}")
+    return sample
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Holds the samples of one learner update, in admission order.
+
+    update: 0-based; version: the learner's when it trains.
+    """
+
+    update: int
+    version: int
+    samples: tuple[AnySample, ...]
+
+    @property
+    def num_response_tokens(self) -> int:
+        """Returns the number of response tokens over all samples."""
+        return sum(sample.rollout.num_response_tokens for sample in self.samples)
+
+
+class LearnerTurn(Protocol):
+    """Gives the learner to one weight sync, which has it from the beginning."""
+
+    def release(self) -> None:
+        """Let the learner's next update begin, one at most before this weight sync is done."""
+        ...
+
+    async def take_back(self) -> None:
+        """Return once no update is running; none begins before this weight sync is done."""
+        ...

@@ -1,0 +1,64 @@
+"""Builds what a teacher is asked: log-probs of the ids that were cached along a response."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from megatron_opd.records.types import IntArray, Rollout
+from sglang_bridge.protocol import DrawCache, ScoreRequest
+
+
+class TeacherAsk(msgspec.Struct, frozen=True):
+    """Says how a teacher is to score a rollout; the fields are ScoreRequest's.
+
+    vocab_size: ids of the student.
+    """
+
+    rid: str
+    temperature: float
+    num_atoms: int
+    num_draws: int
+    seed: int | None
+    vocab_size: int
+
+
+def asked_of(rollout: Rollout, ask: TeacherAsk) -> ScoreRequest:
+    """Ask for the scores of a rollout's cached ids."""
+    return score_request(
+        ask.rid,
+        rollout.prompt.token_ids_P,
+        rollout.response_ids_T,
+        rollout.draws,
+        temperature=ask.temperature,
+        num_atoms=ask.num_atoms,
+        num_draws=ask.num_draws,
+        seed=ask.seed,
+    )
+
+
+def score_request(
+    rid: str,
+    prompt_ids_P: IntArray,
+    response_ids_T: IntArray,
+    cached: DrawCache,
+    *,
+    temperature: float,
+    num_atoms: int = 0,
+    num_draws: int = 0,
+    seed: int | None = None,
+    exact: bool = False,
+) -> ScoreRequest:
+    """Ask for log q of every cached id at its position; the rest is ScoreRequest's."""
+    return ScoreRequest(
+        rid=rid,
+        input_ids=np.concatenate([prompt_ids_P, response_ids_T]),
+        num_prompt_tokens=len(prompt_ids_P),
+        offsets_T1=cached.offsets_T1,
+        ids_N=cached.ids_N,
+        temperature=temperature,
+        num_atoms=num_atoms,
+        num_draws=num_draws,
+        seed=seed,
+        exact=exact,
+    )

@@ -1,0 +1,201 @@
+"""Turns a Rollout into a Sample with the teacher's log-prob of every cached id, or drops it.
+
+A score that cannot be used (scored.py) drops its sample with a counted reason. So does a verifier
+that fails.
+scoring.attempts counts every try of a sample, over all servers; no lower layer retries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from functools import lru_cache
+from typing import Protocol, TypeVar
+
+from megatron_opd.buffer.rejection import ScoreRejected
+from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.roles import Role, teacher_roles
+from megatron_opd.config.schema import Config
+from megatron_opd.config.sections import ScoringConfig
+from megatron_opd.data.verifiers.reward import VerifierFailed
+from megatron_opd.records.sample_figures import ScoreShape
+from megatron_opd.records.seeds import SCORE, derived_seed
+from megatron_opd.records.types import AnyRollout, AnySample, HeldRollout, HeldSample, Sample
+from megatron_opd.rollout.overlong import Length, judged_length
+from megatron_opd.rollout.score_requests import TeacherAsk, asked_of
+from megatron_opd.rollout.scores import BAD_REPLY, scored, unscored
+from sglang_bridge.errors import BadReply, BridgeError, ServerUnreachable
+from sglang_bridge.fleet import Fleet
+from sglang_bridge.protocol import ScoreReply, ScoreRequest
+from sglang_bridge.retry import Backoff, is_transient, retried
+
+UNREACHABLE, REFUSED = "teacher_unreachable", "teacher_refused"
+TIMED_OUT = "teacher_timed_out"
+NO_ANSWER = "no_answer"
+
+Answer = TypeVar("Answer")
+
+Reward = Callable[[AnyRollout], Awaitable[float | None]]
+"""Returns the reward of a rollout in [0, 1]; None when there is no answer to compare with. Raises
+VerifierFailed."""
+
+
+class ScoreFleet(Protocol):
+    """Names the method of sglang_bridge.fleet.Fleet that scoring needs."""
+
+    async def score(self, request: ScoreRequest) -> ScoreReply:
+        """Return the log-probs of every id of the request, and of those it asks to select."""
+        ...
+
+
+Elsewhere = Callable[
+    [ScoreFleet, HeldRollout, TeacherAsk], Awaitable[tuple[HeldRollout, ScoreShape]]
+]
+"""Scores what is held; returns what is held then, and the shape of its scores."""
+
+
+class FleetScorer:
+    """Scores rollouts on the teachers' servers; the caller chooses how many are in flight.
+
+    Args:
+        fleets: the servers of every teacher, by the name that prompts know it by; empty where the
+            estimator reads none.
+        estimator: whether teacher and reward are read, and what the teacher selects.
+        vocab_size: ids of the student. A teacher may have more, and what it selects itself may be
+            one of them, of which the student has no log-prob: that sample is dropped and counted.
+        scoring: temperature, and how often a score is tried before its sample is dropped.
+        run_id: makes request names unique.
+        lengths: what a response's length does to it; None: nothing.
+        reward: the verifier, called once for every rollout.
+        backoff: overrides the waits between tries.
+        seed: the run's; of what the teacher draws for a prompt, see ScoreRequest.
+        elsewhere: scores what a data worker holds, in one try at one of a fleet's servers.
+    """
+
+    def __init__(
+        self,
+        fleets: Mapping[str, ScoreFleet],
+        estimator: Estimator,
+        vocab_size: int,
+        scoring: ScoringConfig,
+        run_id: str,
+        reward: Reward | None = None,
+        backoff: Backoff | None = None,
+        seed: int = 0,
+        lengths: Callable[[AnyRollout], Length] | None = None,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
+        self._elsewhere = elsewhere
+        # asked for every sample, and prompts have few weights
+        self._needs_teacher = lru_cache(estimator.needs_teacher)
+        self._needs_reward = lru_cache(estimator.needs_reward)
+        self._lengths = lengths
+        self._fleets, self._seed, self._vocab_size = fleets, seed, vocab_size
+        theirs = estimator.support.owner == "teacher"
+        self._num_atoms = estimator.support.num_atoms(vocab_size) if theirs else 0
+        self._num_draws = estimator.support.num_draws if theirs else 0
+        self._temperature = scoring.temperature
+        self._run_id = run_id
+        self._reward = reward
+        self._backoff = Backoff(scoring.attempts) if backoff is None else backoff
+
+    async def score(self, rollout: AnyRollout) -> AnySample:
+        """Return a Sample with log q of every id in rollout.draws, and the reward.
+
+        Raises ScoreRejected. No teacher is asked where no loss would read its scores. Where the
+        support is the teacher's, its selection replaces rollout.draws.
+        """
+        length = Length() if self._lengths is None else self._lengths(rollout)
+        reward, prompt = await self._judged(rollout), rollout.prompt
+        needed = self._needs_teacher(prompt.reward_weight, prompt.teacher_weight)
+        asks = needed and not length.masked
+        if isinstance(rollout, HeldRollout):
+            held, shape = await self._scored_there(rollout) if asks else (rollout, None)
+            return HeldSample(held, shape, reward, length.penalty, length.masked)
+        sample = unscored(rollout, reward, length.penalty, masked=length.masked)
+        return await self._scored(sample) if asks else sample
+
+    async def _scored(self, sample: Sample) -> Sample:
+        rollout = sample.rollout
+        fleet, request = self._fleet(rollout), asked_of(rollout, self._ask(rollout))
+        reply = await self._answered(lambda _: fleet.score(request))
+        return scored(sample, request, reply, self._vocab_size)
+
+    def _scored_there(self, rollout: HeldRollout) -> Awaitable[tuple[HeldRollout, ScoreShape]]:
+        """Let the data worker that holds the rollout ask the teacher."""
+        assert self._elsewhere is not None, "a data worker holds the rollout"
+        score, fleet, ask = self._elsewhere, self._fleet(rollout), self._ask(rollout)
+        return self._answered(lambda _: score(fleet, rollout, ask))
+
+    async def _answered(self, call: Callable[[int], Awaitable[Answer]]) -> Answer:
+        """Return the first answer. ScoreRejected: there is none."""
+        try:
+            return await retried(call, self._backoff)
+        except BridgeError as error:
+            raise ScoreRejected(_reason(error), str(error)) from error
+
+    def _fleet(self, rollout: AnyRollout) -> ScoreFleet:
+        return self._fleets[rollout.prompt.teacher]
+
+    def _ask(self, rollout: AnyRollout) -> TeacherAsk:
+        uid = rollout.prompt.uid
+        return TeacherAsk(
+            f"{self._run_id}-score-{uid}",
+            self._temperature,
+            self._num_atoms,
+            self._num_draws,
+            derived_seed(self._seed, SCORE, uid),
+            self._vocab_size,
+        )
+
+    async def _judged(self, rollout: AnyRollout) -> float | None:
+        """Return the reward; None where there is none and no objective reads it."""
+        reward = None
+        try:
+            if self._reward is not None:
+                reward = await self._reward(rollout)
+        except VerifierFailed as failed:
+            why = f"{rollout.prompt.row_id}: {failed.detail}"
+            raise ScoreRejected(failed.reason, why) from failed
+        if reward is None and self._needs_reward(rollout.prompt.reward_weight):
+            raise ScoreRejected(NO_ANSWER, f"prompt {rollout.prompt.uid} has no answer to verify")
+        return reward
+
+
+def _reason(error: BridgeError) -> str:
+    if isinstance(error, BadReply):
+        return BAD_REPLY
+    if isinstance(error, ServerUnreachable) and error.timed_out:
+        return TIMED_OUT
+    return UNREACHABLE if is_transient(error) else REFUSED
+
+
+def make_scorer(
+    config: Config,
+    fleets: Mapping[Role, Fleet],
+    vocab_size: int,
+    run_id: str,
+    reward: Reward | None,
+    elsewhere: Elsewhere | None = None,
+) -> FleetScorer:
+    """Make what scores rollouts on the teachers' fleets."""
+    return FleetScorer(
+        {name: fleets[role] for name, role in teacher_roles(config).items()},
+        config.estimator,
+        vocab_size,
+        config.scoring,
+        run_id,
+        reward=reward,
+        seed=config.run.seed,
+        lengths=make_lengths(config),
+        elsewhere=elsewhere,
+    )
+
+
+def make_lengths(config: Config) -> Callable[[AnyRollout], Length]:
+    """Make what judges the length of a response."""
+    overlong, limit = config.selection.overlong, config.rollout.max_new_tokens
+
+    def length(rollout: AnyRollout) -> Length:
+        return judged_length(overlong, rollout, rollout.prompt.max_new_tokens or limit)
+
+    return length

@@ -1,0 +1,1 @@
+"""Performs one run, from starting its processes to writing its summary."""

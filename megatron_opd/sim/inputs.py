@@ -1,0 +1,34 @@
+"""Reads what a simulation is given: costs and lengths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron_opd.config.roles import STUDENT, teacher_roles
+from megatron_opd.config.schema import Config
+from megatron_opd.config.simulation import DEFAULT_GPU
+from megatron_opd.errors import checked
+from megatron_opd.inputs.models import read_models
+from megatron_opd.sim.costs import Costs, Lengths, read_costs
+from megatron_opd.sim.hardware import default_costs
+from megatron_opd.sim.recording import read_recording
+from megatron_opd.sim.world import drawn_lengths
+
+
+def costs_of(config: Config, costs_file: Path | None = None) -> Costs:
+    """Return the costs of a configuration: of a file, else what its GPU predicts. UserError."""
+    path = costs_file or config.simulation.costs
+    if path is not None:
+        return checked(lambda: read_costs(path))
+    models = read_models(config)
+    teachers = {name: models[role].spec for name, role in teacher_roles(config).items()}
+    gpu = config.simulation.gpu or DEFAULT_GPU
+    return checked(lambda: default_costs(config, models[STUDENT].spec, teachers, gpu))
+
+
+def lengths_of(config: Config) -> Lengths:
+    """Return the lengths of config.simulation.lengths. UserError: they cannot be read."""
+    recorded = config.simulation.lengths.recorded
+    if recorded is None:
+        return drawn_lengths(config)
+    return checked(lambda: read_recording(recorded).lengths)

@@ -1,0 +1,93 @@
+"""Counts the floating-point operations that a model needs, and knows what a GPU can do at most.
+
+Model FLOPs as in PaLM (Chowdhery et al. 2022, App. B): only matrix products count, 2 a b c for
+[a, b] times [b, c]; recomputation and filler do not count, however a learner is set. A forward pass
+takes
+
+    2 S N + 4 L H d P + 2 R h V
+
+with S positions, N matrix elements of the layers that one position meets (of its experts: those
+chosen), P (query, key) pairs in each of L layers of H heads of d features, and R positions whose
+log-probs are read by a head of V ids over h features. Where PaLM counts n^2 pairs and n head rows
+of a sequence of n, a causal one has n (n + 1) / 2 pairs here, and the head works for responses
+alone. A backward pass takes twice as much: a product for each operand's gradient.
+
+Equal to what torch.utils.flop_counter counts of transformers' models
+(tests/unit/sizing/test_flops.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import layer_rows, row_shapes
+
+# Dense bfloat16 TFLOP/s by the name that torch.cuda.get_device_name gives: NVIDIA's data sheets,
+# which for Hopper state twice as much "with sparsity".
+PEAK_BF16_TFLOPS: dict[str, float] = {
+    "NVIDIA A100-SXM4-40GB": 312.0,
+    "NVIDIA A100-SXM4-80GB": 312.0,
+    "NVIDIA H100 80GB HBM3": 989.5,
+    "NVIDIA H200": 989.5,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Counts a pass: S positions, P (query, key) pairs of a layer, R scored positions.
+
+    The axes of the module's formula, without filler.
+    """
+
+    positions: int
+    pairs: int
+    scored: int
+
+    @classmethod
+    def of(cls, samples: Iterable[tuple[int, int]]) -> Work:
+        """Add up samples of (prompt, response) tokens; a last response token is never an input."""
+        lengths = [(prompt + response - 1, response) for prompt, response in samples]
+        return cls(
+            sum(length for length, _ in lengths),
+            sum(length * (length + 1) // 2 for length, _ in lengths),
+            sum(response for _, response in lengths),
+        )
+
+
+def active_layer_elements(spec: ModelSpec) -> int:
+    """Count N: elements of all layers' matrices that one position is multiplied with."""
+    total = 0
+    for layer in range(spec.num_layers):
+        for _, row in layer_rows(spec, layer):
+            each = sum(prod(shape) for shape in row_shapes(spec, row) if len(shape) == 2)
+            total += each * (spec.experts_per_token if row.expert else 1)
+    return total
+
+
+def forward_flops(spec: ModelSpec, work: Work) -> int:
+    """Count the model FLOPs of one forward pass."""
+    per_pair = 4 * spec.num_layers * spec.num_heads * spec.head_dim
+    head = 2 * spec.hidden_size * spec.vocab_size
+    return (
+        2 * work.positions * active_layer_elements(spec)
+        + per_pair * work.pairs
+        + head * work.scored
+    )
+
+
+def train_flops(spec: ModelSpec, work: Work) -> int:
+    """Count the model FLOPs of a forward pass and of its backward pass, which costs two."""
+    return 3 * forward_flops(spec, work)
+
+
+def mfu(flops: float, seconds: float, gpus: int, peak_tflops: float | None) -> float | None:
+    """Return the model FLOP utilisation, of 1: `flops` in `seconds` against all GPUs' peak.
+
+    None where no peak is known.
+    """
+    if peak_tflops is None:
+        return None
+    return flops / seconds / (gpus * peak_tflops * 1e12)

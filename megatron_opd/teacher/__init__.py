@@ -1,1 +1,0 @@
-"""Scores rollouts on the teachers' inference servers."""

@@ -1,0 +1,1 @@
+"""Connects the processes of a run over ZeroMQ: who may connect, with which keys."""

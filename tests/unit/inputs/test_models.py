@@ -1,0 +1,138 @@
+"""Student or teacher may have more padding rows, as Qwen2.5-7B has beside 0.5B."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_opd.config.schema import Config
+from megatron_opd.errors import UserError
+from megatron_opd.inputs.models import check_models, read_model
+from megatron_opd.launch.servers import make_spec
+from sglang_bridge.server.spec import NUM_IDS_VARIABLE, server_env
+from tests.support.cli_cases import call, refused
+from tests.support.models import tiny_mixtral, tiny_qwen3, tiny_qwen3_moe, write_tokenizer
+
+
+def with_teacher(tmp_path: Path, config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
+    """The configuration with a teacher of so many ids and the student's tokenizer."""
+    teacher = tiny_qwen3(tmp_path / "teacher", vocab_size=vocab_size)
+    write_tokenizer(teacher, 512)
+    return config | {"teacher": {"model": str(teacher)}}
+
+
+def test_padding_rows_of_a_teacher_are_allowed(tmp_path: Path, config: dict[str, Any]):
+    """Before: student.model and teacher.model must have the same vocab_size, got 512 and 544."""
+    tree = with_teacher(tmp_path, config, 544)
+    assert call(tmp_path, tree, verb="check") == 0
+    models = check_models(Config.model_validate(tree)).models
+    assert {role: facts.vocab_size for role, facts in models.items()} == {
+        "student": 512,
+        "teacher": 544,
+    }
+
+
+def with_student(tmp_path: Path, config: dict[str, Any], rows: int, tokens: int) -> dict[str, Any]:
+    """The configuration with a student of so many ids, of which text uses the first `tokens`."""
+    student = tiny_qwen3(tmp_path / "student", vocab_size=rows)
+    write_tokenizer(student, tokens)
+    return config | {"student": {"model": str(student)}}
+
+
+def test_padding_rows_of_a_student_are_cut(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    """Before: refused, teacher.model must have a vocab_size of at least student.model's 576."""
+    tree = with_student(tmp_path, config, 576, 512)
+    capsys.readouterr()  # of the library that wrote the models
+    assert call(tmp_path, tree, verb="check") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "student.model has 576 rows in its vocabulary, a teacher only 512: ids from 512" in said
+    parsed = Config.model_validate(tree)
+    student = check_models(parsed).student
+    assert (student.vocab_size, student.spec.vocab_size) == (512, 576)
+    server = make_spec(parsed, "student", 1, 0, student.path)
+    assert server_env(server, {})[NUM_IDS_VARIABLE] == "512"
+    assert NUM_IDS_VARIABLE not in server_env(make_spec(parsed, "teacher", 1, 0, student.path), {})
+
+
+def test_an_evaluation_without_teachers_samples_the_same_ids(
+    tmp_path: Path, config: dict[str, Any]
+):
+    parsed = Config.model_validate(with_student(tmp_path, config, 576, 512))
+    assert check_models(parsed, teachers=False).student.vocab_size == 512
+
+
+def test_a_teacher_that_cannot_score_every_token_is_refused(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    tree = with_student(tmp_path, with_teacher(tmp_path, config, 512), 576, 520)
+    write_tokenizer(tmp_path / "teacher", 520)
+    capsys.readouterr()  # of the library that wrote the models
+    words = ("a teacher's vocab_size 512", "uses id 519", "pad the teacher's embedding", "576")
+    refused(capsys, call(tmp_path, tree, verb="check"), *words)
+
+
+def test_ids_that_text_uses_are_no_padding(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    tree = with_teacher(tmp_path, config, 544)
+    student = tiny_qwen3_moe(tmp_path / "student")
+    for model in (student, tmp_path / "teacher"):
+        write_tokenizer(model, 540)
+    tree["student"] = {"model": str(student)}
+    capsys.readouterr()  # of the library that wrote the models
+    words = ("teacher.model", "vocab_size 512", "uses id 539", "pad the student's embedding to 544")
+    refused(capsys, call(tmp_path, tree, verb="check"), *words)
+
+
+@pytest.mark.parametrize("role", ["student", "teacher"])
+@pytest.mark.parametrize("fields", [{"mlp_only_layers": [1]}, {"decoder_sparse_step": 2}])
+def test_dense_layers_of_a_mixture_are_refused_for_they_would_be_served_wrong(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str], role: str, fields
+):
+    """Before: SGLang served them with experts that no checkpoint had filled."""
+    config[role]["model"] = str(tiny_qwen3_moe(tmp_path / "mixed", **fields))
+    capsys.readouterr()  # of writing the model
+    dense = 1 if "mlp_only_layers" in fields else 0
+    words = [f"{role}.model must have experts in every layer", f"layer {dense} of config.json"]
+    for verb in ("check", "run"):
+        refused(capsys, call(tmp_path, config, verb=verb), *words)
+
+
+@pytest.mark.parametrize(
+    ("write", "fields", "words"),
+    [
+        (tiny_qwen3_moe, {"tie_word_embeddings": True}, ["tie_word_embeddings must be false"]),
+        (tiny_mixtral, {"tie_word_embeddings": True}, ["tie_word_embeddings must be false"]),
+        (tiny_mixtral, {"rope_scaling": {"type": "linear", "factor": 2.0}}, ["got linear"]),
+        (tiny_mixtral, {"rope_theta": 500.5, "rope_parameters": None}, ["got 500.5"]),
+        (tiny_mixtral, {"head_dim": 32}, ["head_dim must be hidden_size", "got 32"]),
+        (tiny_qwen3, {"architectures": ["Qwen2ForCausalLM"]}, ["architectures must be", "SGLang"]),
+    ],
+)
+def test_what_sglang_reads_otherwise_is_refused(
+    write: Any, fields: dict[str, Any], words: list[str], tmp_path: Path
+):
+    """Before: accepted, and the servers held another model than the learner's."""
+    path = write(tmp_path / "model")
+    described = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(described | fields))
+    with pytest.raises(UserError) as caught:
+        read_model(path, "student.model")
+    for word in ["student.model", *words]:
+        assert word in str(caught.value)
+
+
+def test_rotary_settings_in_two_places_are_named(tmp_path: Path, config: dict[str, Any], capsys):
+    model = tiny_qwen3(tmp_path / "added")
+    described = json.loads((model / "config.json").read_text())
+    described["rope_parameters"]["rope_theta"] = 500.0
+    described["rope_scaling"] = {"rope_type": "linear", "factor": 4.0}
+    (model / "config.json").write_text(json.dumps(described))
+    config["teacher"]["model"] = str(model)
+    capsys.readouterr()
+    assert call(tmp_path, config, verb="check") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "teacher.model: rope_scaling {'rope_type': 'linear', 'factor': 4.0} replaces" in said

@@ -1,0 +1,70 @@
+"""Counted FLOPs against torch's counter on transformers' models, forward and backward."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM
+
+from megatron_opd.models.spec import read_model_spec
+from megatron_opd.sizing.flops import Work, forward_flops, mfu, train_flops
+from tests.support.figures import bounded, relative
+from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen3, tiny_qwen3_moe
+
+PROMPT, RESPONSE = 23, 41
+MIXED = {"num_hidden_layers": 3, "mlp_only_layers": [1], "intermediate_size": 96}
+MODELS: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
+    "qwen3": (tiny_qwen3, {"head_dim": 32}),
+    "qwen3, tied": (tiny_qwen3, {"tie_word_embeddings": True}),
+    "qwen3-moe": (tiny_qwen3_moe, {"num_experts": 8, "num_experts_per_tok": 3}),
+    "qwen3-moe, a dense layer": (tiny_qwen3_moe, MIXED),
+    "mixtral": (tiny_mixtral, {}),
+    "llama": (tiny_llama, {}),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equals_what_torch_counts(name: str, tmp_path: Path):
+    make, fields = MODELS[name]
+    path = make(tmp_path / "model", **fields)
+    # eager: fused kernels of experts and attention are not seen by the counter
+    options = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
+    inputs = PROMPT + RESPONSE - 1
+    ids_1s = torch.randint(512, (1, inputs), generator=torch.Generator().manual_seed(0))
+    with FlopCounterMode(display=False) as forward:
+        out = model(ids_1s, logits_to_keep=RESPONSE)
+    with FlopCounterMode(display=False) as backward:
+        out.logits.sum().backward()
+    spec = read_model_spec(path)
+    work = Work(inputs, inputs**2, RESPONSE)  # eager attention computes the masked pairs too
+    ours, both = forward_flops(spec, work), train_flops(spec, work)
+    counted = forward.get_total_flops()
+    bounded("FLOPs, forward, against torch's counter", relative(ours, counted), 1e-4, name)
+    counted += backward.get_total_flops()
+    bounded("FLOPs, both passes, against torch's counter", relative(both, counted), 1e-4, name)
+
+
+def test_work_of_samples():
+    work = Work.of([(3, 2), (1, 1)])
+    assert work == Work(positions=5, pairs=4 * 5 // 2 + 1, scored=3)
+
+
+def test_six_times_the_active_parameters_for_short_samples(tmp_path: Path):
+    """The rule of thumb 6 N, with the head, where attention hardly counts."""
+    path = tiny_qwen3(tmp_path / "model", hidden_size=256, intermediate_size=1024)
+    spec = read_model_spec(path)
+    matrices = sum(
+        p.numel()
+        for name, p in AutoModelForCausalLM.from_pretrained(path).named_parameters()
+        if p.ndim == 2 and "embed" not in name
+    )
+    work = Work.of([(1, 8)] * 10)
+    assert train_flops(spec, work) == pytest.approx(6 * matrices * work.positions, rel=0.01)
+
+
+def test_utilisation():
+    assert mfu(1e15, 2.0, 4, 250.0) == pytest.approx(0.5)
+    assert mfu(1e15, 2.0, 4, None) is None

@@ -1,0 +1,104 @@
+"""What two ends over TCP do about frames that ZeroMQ drops, and about those that only seem lost."""
+
+import time
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from benchmarks.link.proxy import Proxy
+from megatron_opd.wire.link import ends as link_ends
+from megatron_opd.wire.link.channel import Channel, Draft
+from megatron_opd.wire.link.events import Restarted
+from megatron_opd.wire.link.peer import IN_THREAD_BYTES
+from megatron_opd.wire.link.wire import BULK, Buffer, Pong, Welcome, read_note
+from tests.support.link_ends import PATIENCE_S, drive, ends, link_config, message
+
+
+def test_a_connection_that_ends_between_a_look_and_a_receive_is_followed_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """ZeroMQ then drops what it had ready: whoever waits for it waits for ever."""
+    receive = zmq.asyncio.Socket.recv_multipart
+    dropped = []
+
+    def ended(socket: zmq.asyncio.Socket, *args: object, **options: object) -> object:
+        bare = zmq.Socket.shadow(socket)
+        if cutting and not dropped and socket.type == zmq.DEALER:
+            while bare.poll(0):
+                dropped.append(bare.recv_multipart())
+            if dropped:
+                cutting[0].cut()
+        return receive(socket, *args, **options)
+
+    monkeypatch.setattr(zmq.asyncio.Socket, "recv_multipart", ended)
+    cutting: list[Proxy] = []
+
+    async def body() -> None:
+        async with ends(link_config(heartbeat_s=60)) as net:
+            proxy = Proxy(net.port)
+            client = net.client(await proxy.start())
+            assert await client.next() == Restarted("server")
+            cutting.append(proxy)
+            await net.server.send("site", [b"dropped"])
+            assert await message(client) == b"dropped"
+            assert dropped
+            await proxy.close()
+
+    drive(body)
+
+
+def test_a_connection_whose_greeting_was_lost_is_followed_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The next frame tells of the loss, long before the time for a greeting is over."""
+    monkeypatch.setattr(link_ends, "GREETING_S", 1e6)
+    put, lost = link_ends.put, []
+
+    def lose_one(socket: zmq.asyncio.Socket, frames: list[Buffer]) -> bool:
+        if socket.type == zmq.ROUTER and not lost:
+            lost.append(frames)
+            return True
+        return put(socket, frames)
+
+    monkeypatch.setattr(link_ends, "put", lose_one)
+
+    async def body() -> None:
+        async with ends() as net:
+            client = net.client()
+            await client.send([b"after all"])
+            assert await message(net.server) == b"after all"
+            assert isinstance(read_note(lost[0][1], 0), Welcome)
+
+    drive(body)
+
+
+def test_heartbeats_while_a_chunk_is_made_send_nothing_again(monkeypatch: pytest.MonkeyPatch):
+    ponged, sealed = Channel.ponged, Channel.sealed
+    answers = []
+
+    def note_answer(channel: Channel, pong: Pong, now_s: float) -> bool:
+        answers.append(channel)
+        return ponged(channel, pong, now_s)
+
+    def seal_slowly(channel: Channel, draft: Draft) -> list[Buffer]:
+        in_thread = sum(stop - start for _, start, stop in draft.pieces) >= IN_THREAD_BYTES
+        wanted = answers.count(channel) + 2 * in_thread
+        stop_s = time.monotonic() + PATIENCE_S
+        while answers.count(channel) < wanted and time.monotonic() < stop_s:
+            time.sleep(0.005)
+        return sealed(channel, draft)
+
+    monkeypatch.setattr(Channel, "ponged", note_answer)
+    monkeypatch.setattr(Channel, "sealed", seal_slowly)
+
+    async def body() -> None:
+        async with ends() as net:
+            client = net.client()
+            big = bytes(IN_THREAD_BYTES)
+            await client.send([big], BULK)
+            assert await message(net.server) == big
+            assert len(answers) >= 2
+            assert client.counts().bytes_again == 0
+
+    drive(body)
