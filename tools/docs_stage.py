@@ -20,7 +20,7 @@ from tools.docs_links import Link, broken, replaced, rewritten  # noqa: E402
 
 DOCS = ROOT / "docs"
 NAVIGATION = {
-    "Start": ("index", "install", "architecture"),
+    "Start": ("index", "install", "architecture", "packages"),
     "What is learned": (
         "losses",
         "rewards",

@@ -1,4 +1,1 @@
-"""Holds the `opd` program.
-
-It is the only place that wires concrete parts together and reads os.environ.
-"""
+"""Parses the command line of `opd`, and prints. Only `megatron_opd/__main__.py` imports it."""

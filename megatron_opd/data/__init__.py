@@ -1,1 +1,1 @@
-"""Reads prompts, and provides built-in tasks with verifiers and their tokenizer."""
+"""Reads prompts; renders, checks and judges them. Tasks, verifiers, sandbox. Torch-free."""

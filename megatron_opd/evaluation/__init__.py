@@ -1,1 +1,1 @@
-"""Measures a model on held-out problems, before, while and after it is trained. Torch-free."""
+"""Measures models on held-out problems: before, while and after they are trained. Torch-free."""

@@ -1,1 +1,1 @@
-"""Lays the processes of a run out over machines; it starts none of them and needs no torch."""
+"""Starts and ends the processes of a run: on this machine, in a Slurm job, on a Ray cluster."""

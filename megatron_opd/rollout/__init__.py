@@ -1,1 +1,1 @@
-"""Samples student rollouts on the inference servers."""
+"""Samples the student's responses and has the teachers score them, on their SGLang servers."""

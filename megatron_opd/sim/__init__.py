@@ -1,1 +1,1 @@
-"""Runs the code that ships on a virtual clock."""
+"""Runs the code that ships on a virtual clock, and searches for the best plan of a cluster."""

@@ -1,1 +1,1 @@
-"""Computes what a configuration costs, from config.json alone: no weights, torch or processes."""
+"""Computes what a configuration costs from config.json: parameters, memory, operations."""

@@ -1,1 +1,1 @@
-"""Carries messages between controller and learner."""
+"""Carries batches to the ranks of the learner, and what they computed back to the controller."""

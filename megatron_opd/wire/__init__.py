@@ -1,1 +1,1 @@
-"""Connects the processes of a run over ZeroMQ: who may connect, with which keys."""
+"""Connects processes over ZeroMQ: who may connect, with which keys; a link that delivers once."""

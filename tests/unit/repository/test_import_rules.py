@@ -8,41 +8,11 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tools.house import LAYERS, ONLY, SERVES, TORCH_FREE
 
 TOPS = ("megatron_opd", "sglang_bridge", "benchmarks", "tools", "tests")
 SOURCES = sorted([*ROOT.glob("megatron_opd/**/*.py"), *ROOT.glob("sglang_bridge/**/*.py")])
 
-# A package imports from the layers before its own, and from its own where that makes no cycle.
-LAYERS = (
-    {"errors", "records"},
-    {"config"},
-    {"output", "models", "buffer", "losses", "data", "batching", "metrics", "wire"},
-    {"sizing", "transport", "checkpoint", "weight_sync", "rollout"},
-    {"learner", "controller", "data_workers", "report"},
-    {"inputs"},
-    {"launch"},
-    {"fleet"},
-    {"watch", "evaluation", "mismatch", "sites", "sim"},
-    {"run"},
-    {"cli"},
-    {"__main__"},
-)
-# Stricter than its layer: what these must stay free of.
-ONLY = {
-    "records": set[str](),
-    "losses": {"records", "config"},
-    "controller": {"records", "config", "buffer", "metrics"},
-    "sizing": {"config", "models"},
-    "wire": {"config"},
-    "watch": {"metrics", "report"},
-    "report": {"records", "config", "metrics", "checkpoint"},
-    "__main__": {"cli"},
-}
-TORCH_FREE = {"errors", "records", "config", "buffer", "batching", "controller", "rollout"}
-TORCH_FREE |= {"data", "metrics", "sizing", "launch", "fleet", "run", "sim", "report", "watch"}
-TORCH_FREE |= {"wire", "sites", "evaluation", "mismatch"}
-SERVES = {"inputs", "launch", "evaluation", "mismatch", "sites", "run", "cli"}
-"""What starts servers, or says what they are started with."""
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {
