@@ -24,8 +24,9 @@ HEAD = """<!-- made by tools/package_map.py from tools/house.py -->
 
 A package imports from the layers above it, and from its own layer where that makes no circle. Some
 are kept to fewer. `PACKAGE/__main__.py` begins a process of its own: it may build all that it
-needs, and nobody imports it. `sglang_bridge` stands beside all of them: the client that every package may
-use, and in `server/` the plugin that runs inside SGLang. It imports nothing of `megatron_opd`.
+needs, and nobody imports it. `sglang_bridge` stands beside all of them: the client that every
+package may use, and in `server/` the plugin that runs inside SGLang. It imports nothing of
+`megatron_opd`.
 `tests/unit/repository/test_import_rules.py` fails where an import breaks this.
 
 | layer | package | job | files | torch | at most |
