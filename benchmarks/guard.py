@@ -28,7 +28,7 @@ from megatron_opd.inputs.models import read_model
 from megatron_opd.inputs.tokenizers import load_tokenizer
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.types import FloatArray, Prompt
-from megatron_opd.rollout.teacher_guard import TOKENS, Probe, probe
+from megatron_opd.rollout.teacher_guard import TOKENS, TeacherProbe, probe
 from sglang_bridge.client import ServerClient
 from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
@@ -145,7 +145,9 @@ async def _probed(model: Path, url: str, dtype: str) -> dict[str, Any]:
         }
 
 
-async def _probe(server: Any, prompts: tuple[Prompt, ...], vocab_size: int, name: str) -> Probe:
+async def _probe(
+    server: Any, prompts: tuple[Prompt, ...], vocab_size: int, name: str
+) -> TeacherProbe:
     return await probe(
         server,
         prompts,
@@ -157,7 +159,7 @@ async def _probe(server: Any, prompts: tuple[Prompt, ...], vocab_size: int, name
     )
 
 
-def _figures(found: Probe, dtype: str, vocab_size: int) -> dict[str, Any]:
+def _figures(found: TeacherProbe, dtype: str, vocab_size: int) -> dict[str, Any]:
     shape: ScoreShape = found.shape
     return {
         "median_gap_nats": found.gap_nats,

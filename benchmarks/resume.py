@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_opd.cli.commands.compare import read_rows
-from megatron_opd.metrics.compare import Comparison, compare_rows
+from megatron_opd.metrics.compare import RunComparison, compare_rows
 
 DEMO = Path("examples/arithmetic/demo.yaml")
 OUT = Path("runs/resume")
@@ -83,7 +83,7 @@ def figures(a: Path, b: Path) -> dict[str, Any]:
 SHOWN = ("loss", "grad_norm", "num_ids", "probs_diff_mean")
 
 
-def first_of(found: Comparison) -> int | None:
+def first_of(found: RunComparison) -> int | None:
     """The first update in which anything differs."""
     return min((each.first_update for each in found.differences), default=None)
 

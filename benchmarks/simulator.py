@@ -33,7 +33,7 @@ from megatron_opd.sim.costs import (
     ScoreCost,
     SyncCost,
 )
-from megatron_opd.sim.servers import Server
+from megatron_opd.sim.servers import SimulatedServer
 from megatron_opd.sim.world import simulate
 
 Tree = dict[str, Any]
@@ -114,12 +114,12 @@ def whole(name: str, samples: int) -> Tree:
 def null(name: str, samples: int) -> Tree:
     """Measure the same with servers that answer at once, in no time on any clock."""
 
-    async def at_once(self: Server[Any], job: Any) -> None:
+    async def at_once(self: SimulatedServer[Any], job: Any) -> None:
         self.must_be_up()
         if hasattr(job, "spans"):
             job.spans.append((self.version, 0))
 
-    Server.work_on = at_once
+    SimulatedServer.work_on = at_once
     return _measured(config_of(name, samples))
 
 

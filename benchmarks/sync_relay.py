@@ -28,7 +28,7 @@ from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, plan_sync, room_of
 from megatron_opd.weight_sync.sizes import GB, sync_sizes
 from sglang_bridge.weights.formats import PLAIN_BYTES
-from sglang_bridge.weights.schedule import Bucket, Onward, Place, incoming
+from sglang_bridge.weights.schedule import Bucket, Onward, SlicePlace, incoming
 from sglang_bridge.weights.share import decode_share
 
 MODELS = ROOT / "examples" / "cluster" / "models"
@@ -129,7 +129,7 @@ def all_lists(plan: SyncPlan, tp: int) -> list[list[Bucket]]:
     senders, (layout,) = plan.limits.senders, plan.layouts
     lists = [plan.outgoing(source, staged=False) for source in range(senders)]
     for index in range(len(layout.firsts)):
-        place = Place(index, layout.firsts)
+        place = SlicePlace(index, layout.firsts)
         for rank in range(tp):
             received: list[Bucket] = []
             listed: list[Bucket] = []

@@ -29,7 +29,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.sizing.parameters import model_parameters
-from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, decode, encode
+from megatron_opd.weight_sync.disk_messages import DiskRefused, Open, Write, decode, encode
 from sglang_bridge.ports import free_port
 from sglang_bridge.weights.manifest import version_name
 
@@ -76,7 +76,7 @@ def rank_main(model: Path, rate: float, scratch: Path) -> None:
 
     def ask(request: Open | Write) -> None:
         answer = decode(writer.handle(encode(request)))
-        if isinstance(answer, Refused):
+        if isinstance(answer, DiskRefused):
             raise RuntimeError(answer.cause)
 
     ask(Open(RUN, "benchmark", "bfloat16"))

@@ -24,7 +24,7 @@ MOST_STRANGERS = 2048
 the one that waits longest is a stranger's."""
 
 
-class Phase(Enum):
+class ArrivalPhase(Enum):
     """Says what a connection waits for. IDLE: for another request of one who has shown a key."""
 
     HEAD = auto()
@@ -33,7 +33,10 @@ class Phase(Enum):
     IDLE = auto()
 
 
-SLOW = {Phase.HEAD: "a request that came too slowly", Phase.BODY: "a body that came too slowly"}
+SLOW = {
+    ArrivalPhase.HEAD: "a request that came too slowly",
+    ArrivalPhase.BODY: "a body that came too slowly",
+}
 SILENT = "a connection without a request"
 TOO_MANY = "one of too many connections without a key"
 
@@ -88,26 +91,26 @@ class Arrival:
         self._server, self._close, self._paused = server, close, paused
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self._phase = Phase.ANSWER
+        self._phase = ArrivalPhase.ANSWER
         self._known = False
         self._received = 0
         self._began_s = 0.0
         self._warned = False
-        self.enter(Phase.HEAD)
+        self.enter(ArrivalPhase.HEAD)
 
     def receive(self, size: int) -> None:
         """Note that bytes came."""
         self._received += size
-        if self._phase is Phase.IDLE:
-            self.enter(Phase.HEAD)
+        if self._phase is ArrivalPhase.IDLE:
+            self.enter(ArrivalPhase.HEAD)
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: ArrivalPhase) -> None:
         """Note what the connection waits for from now on."""
         if phase is self._phase:
             return
         self._phase = phase
         self.stop()
-        if phase in (Phase.HEAD, Phase.BODY):
+        if phase in (ArrivalPhase.HEAD, ArrivalPhase.BODY):
             self._begin()
             if not self._known:
                 self._server.wait(self)
@@ -115,13 +118,13 @@ class Arrival:
     def answered(self, *, known: bool) -> None:
         """Note that a request is answered. known: who sent it has shown a key."""
         self._known = known
-        self._phase = Phase.ANSWER
-        self.enter(Phase.IDLE if known else Phase.HEAD)
+        self._phase = ArrivalPhase.ANSWER
+        self.enter(ArrivalPhase.IDLE if known else ArrivalPhase.HEAD)
 
     def refuse(self, why: str) -> None:
         """Close the connection, and count it."""
         self.stop()
-        self._phase = Phase.ANSWER
+        self._phase = ArrivalPhase.ANSWER
         self._server.refusals.add(why)
         self._close()
 
@@ -141,7 +144,7 @@ class Arrival:
             self._begin()
             return
         allowed_s = self._server.head_s
-        if self._phase is Phase.BODY:
+        if self._phase is ArrivalPhase.BODY:
             allowed_s += self._received / self._server.least_bytes_s
         left_s = self._began_s + allowed_s - self._loop.time()
         if left_s <= 0 and self._warned:

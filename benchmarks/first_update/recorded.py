@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_opd.config.schema import Config
-from megatron_opd.metrics.mismatch_limits import UNBOUNDED, Gap, Limits, limits_of
+from megatron_opd.metrics.mismatch_limits import UNBOUNDED, MismatchGap, MismatchLimits, limits_of
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 ROWS = ("mismatch", "delays_study", "schedules", "findings")
@@ -25,7 +25,7 @@ def recorded() -> list[Tree]:
     return [*_grid(), *_rows(), *_routing()]
 
 
-def _limits(dtype: str, sampler: Tree, *, experts: bool, replay: str = "off") -> Limits:
+def _limits(dtype: str, sampler: Tree, *, experts: bool, replay: str = "off") -> MismatchLimits:
     tree: Tree = {
         "data": {"train": "unused"},
         "teacher": {"model": "unused"},
@@ -38,9 +38,11 @@ def _limits(dtype: str, sampler: Tree, *, experts: bool, replay: str = "off") ->
     return found
 
 
-def _entry(name: str, limits: Limits, abs_dp: float, k3: float | None, tokens: int = MANY) -> Tree:
+def _entry(
+    name: str, limits: MismatchLimits, abs_dp: float, k3: float | None, tokens: int = MANY
+) -> Tree:
     most = limits.over(tokens)
-    gap = Gap(tokens, tokens * abs_dp, tokens * (k3 or 0.0))
+    gap = MismatchGap(tokens, tokens * abs_dp, tokens * (k3 or 0.0))
     return {
         "name": name,
         "limits": f"{limits.mean_abs_dp:g}, {limits.mean_k3_nats:g} nats",

@@ -25,12 +25,12 @@ from megatron_opd.data_workers.messages import (
     Close,
     Generate,
     Generated,
-    Hello,
     Look,
     Looked,
     Order,
-    Score,
-    Scored,
+    ScoreCall,
+    ScoredCall,
+    WorkerHello,
     decode_order,
     encode,
 )
@@ -88,7 +88,7 @@ class Fakes:
         guard_socket(socket, LARGEST)
         show_keys(socket, keys.controller, keys.secret)
         socket.connect(address)
-        socket.send(encode(Hello(index, f"tcp://127.0.0.1:{index + 1}")))
+        socket.send(encode(WorkerHello(index, f"tcp://127.0.0.1:{index + 1}")))
         self._poller.register(socket, zmq.POLLIN)
         return socket
 
@@ -128,8 +128,8 @@ def _answered(order: Order, version: int) -> Iterator[tuple[float, Answer]]:
     if isinstance(order, Generate):
         ids, spans = TOKENS * IDS_A_TOKEN, [(version, 0, TOKENS)]
         yield 1.0, Generated(order.call, TOKENS, ids, SIZE, -0.5, spans, "length")
-    elif isinstance(order, Score):
-        yield SCORE_PART, Scored(order.call, TOKENS * IDS_A_TOKEN, SIZE, SHAPE)
+    elif isinstance(order, ScoreCall):
+        yield SCORE_PART, ScoredCall(order.call, TOKENS * IDS_A_TOKEN, SIZE, SHAPE)
     elif isinstance(order, Look):
         yield 0.0, Looked(order.call, {}, [])
 

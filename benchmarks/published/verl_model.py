@@ -39,7 +39,7 @@ from megatron_opd.sim.costs import (
     ScoreCost,
     SyncCost,
 )
-from megatron_opd.sim.engine import Engine, Job
+from megatron_opd.sim.engine import Engine, EngineJob
 from megatron_opd.sim.hardware import CATALOGUE, engine_cost
 from megatron_opd.sim.learner import update_seconds
 from megatron_opd.sim.lengths import LengthDraws
@@ -117,7 +117,7 @@ def gen_seconds(cards: int, mean: float, cv: float, step_s: float) -> float:
     for first in range(0, each * engines, each):
         server = Engine(engine(step_s))
         for number in range(first, first + each):
-            server.add(Job(PROMPT_TOKENS, draws.response(number)[0]), 0.0)
+            server.add(EngineJob(PROMPT_TOKENS, draws.response(number)[0]), 0.0)
         while server.next_s < math.inf:
             last_s = max(last_s, server.next_s)
             server.advance(server.next_s)

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_opd.buffer.completion import CompletionBuffer
 from megatron_opd.buffer.rejection import SampleRejected
-from megatron_opd.buffer.spread import Verdict
+from megatron_opd.buffer.spread import GroupVerdict
 from megatron_opd.controller.controller import Controller
 from megatron_opd.records.types import Prompt
 
@@ -28,7 +28,7 @@ def _judge_as_scored(judge: Any) -> None:
     """Count groups without spread in the order in which they were scored."""
     completed = judge.completed
 
-    def at_once(prompt: Prompt) -> list[Verdict]:
+    def at_once(prompt: Prompt) -> list[GroupVerdict]:
         judge._next = prompt.uid // judge._size
         judge._found.clear()
         return completed(prompt)

@@ -23,7 +23,7 @@ import psutil
 from benchmarks.security import http_attacks, zmq_attacks
 from benchmarks.security.http_attacks import BODY, Target
 from benchmarks.security.raw import Door, Outcome
-from megatron_opd.transport.messages import Hello, LearnerInfo, encode
+from megatron_opd.transport.messages import LearnerInfo, RankHello, encode
 from megatron_opd.wire.keys import KEYS_FILE, RunKeys
 from sglang_bridge import open_files
 from sglang_bridge.ports import free_port
@@ -167,7 +167,7 @@ def controller_rows(run: Attacked, keys: RunKeys, chosen: Chosen) -> list[dict[s
     door = Door(HERE, run.ports["controller"])
     info = LearnerInfo(1, 1, 1, 1, "float32", "gloo", "cpu")
     # rank 0 is there: this second one is heard, told so, and sent away
-    recorded = zmq_attacks.record(door, keys.ranks, encode(Hello(0, 0, info, {})))
+    recorded = zmq_attacks.record(door, keys.ranks, encode(RankHello(0, 0, info, {})))
     tried = zmq_attacks.attacks(door, keys.ranks.controller, recorded)
     return [
         row(run, "controller", name, attack, run.log("controller"), lambda: True, silent)

@@ -11,13 +11,13 @@ from collections.abc import Callable
 import zmq
 
 from benchmarks.security.raw import Door, Outcome, drip, flood, send, send_and_leave
-from megatron_opd.transport.messages import Failed, encode
+from megatron_opd.transport.messages import RankError, encode
 from megatron_opd.wire.keys import RankKeys, RunKeys
 
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + bytes(32)
 LONG_COMMAND, LONG_MESSAGE = b"\x06", b"\x02"
 GIGABYTE = 1 << 30
-FORGED = encode(Failed(0, "\x1b[2J\x1b[31mall is lost\n"))
+FORGED = encode(RankError(0, "\x1b[2J\x1b[31mall is lost\n"))
 """What would end the run, in red letters, if it were heard."""
 SLOW = 50
 SLOW_S = 25.0

@@ -16,7 +16,7 @@ from megatron_opd.cli.main import console
 from megatron_opd.records.types import Sample, VersionSpan
 from megatron_opd.sites import site_weights
 from megatron_opd.sites.messages import Serving
-from megatron_opd.sites.sampling import Finished, Sampling
+from megatron_opd.sites.sampling import Finished, SiteSampling
 
 MODULE = "benchmarks.sites_chaos.liar"
 AHEAD = 1000
@@ -54,14 +54,14 @@ KINDS = (*LIES, SERVING)
 @contextmanager
 def lying(kind: str) -> Iterator[None]:
     """Let every site of this process lie; HONEST: change nothing."""
-    encoded, serving = Sampling._encoded, site_weights.Serving
+    encoded, serving = SiteSampling._encoded, site_weights.Serving
     lie = LIES.get(kind)
     if lie is not None:
 
-        def forged(sampling: Sampling, sample: Sample) -> Finished:
+        def forged(sampling: SiteSampling, sample: Sample) -> Finished:
             return encoded(sampling, lie(sample))
 
-        Sampling._encoded = forged
+        SiteSampling._encoded = forged
     elif kind == SERVING:
         site_weights.Serving = lambda version: Serving(version + AHEAD)
     elif kind != HONEST:
@@ -69,7 +69,7 @@ def lying(kind: str) -> Iterator[None]:
     try:
         yield
     finally:
-        Sampling._encoded, site_weights.Serving = encoded, serving
+        SiteSampling._encoded, site_weights.Serving = encoded, serving
 
 
 def main(words: Sequence[str]) -> int:

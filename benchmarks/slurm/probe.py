@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-from megatron_opd.launch.launcher import Need, Place, ProcessSpec
+from megatron_opd.launch.launcher import Need, NodePlace, ProcessSpec
 from megatron_opd.launch.slurm import SlurmLauncher
 from megatron_opd.launch.slurm_process import SlurmProcess
 
@@ -61,7 +61,7 @@ class Probe:
         self.logs, self.launcher, self.started = logs, SlurmLauncher(), 0
         self.said: list[str] = []
 
-    def start(self, place: Place) -> tuple[SlurmProcess, dict[str, Any]]:
+    def start(self, place: NodePlace) -> tuple[SlurmProcess, dict[str, Any]]:
         """Start the program at a place; what it saw there."""
         self.started += 1
         log = self.logs / f"{self.started}.{place.need.key}{place.need.index}.log"
@@ -111,7 +111,7 @@ class Probe:
         controller.wait()
         return found
 
-    def node_lost(self, place: Place) -> dict[str, Any]:
+    def node_lost(self, place: NodePlace) -> dict[str, Any]:
         """Kill everything on a node, and start again what ran there."""
         process, seen = self.start(place)
         lost_s = time.monotonic()

@@ -16,15 +16,15 @@ from typing import TYPE_CHECKING, cast
 from benchmarks.data_path.cases import VOCAB
 from benchmarks.data_path.parts import FIGURES
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.learner.channel import Channel
+from megatron_opd.learner.channel import ControllerChannel
 from megatron_opd.learner.collecting import Collector
 from megatron_opd.transport.frames import from_frames
 from megatron_opd.transport.messages import (
-    Done,
-    Hello,
     LearnerInfo,
-    Missing,
+    MissingSamples,
     Nothing,
+    RankDone,
+    RankHello,
     Result,
     Stop,
     Train,
@@ -50,9 +50,11 @@ def main() -> None:
         goes_on.wait()
         return collector.frames(request, frames)
 
-    channel = Channel(sys.argv[1], lambda: keys, first_s=JOIN_S, max_bytes=LARGEST, collect=collect)
+    channel = ControllerChannel(
+        sys.argv[1], lambda: keys, first_s=JOIN_S, max_bytes=LARGEST, collect=collect
+    )
     info = LearnerInfo(1, 1, 1, VOCAB, "float32", "gloo", "cpu")
-    channel.join(Hello(0, 0, info, {}))
+    channel.join(RankHello(0, 0, info, {}))
     world = cast("World", SimpleNamespace(is_head=True, parallel=ParallelConfig()))
     taken = 0
     while True:
@@ -60,7 +62,7 @@ def main() -> None:
         goes_on.wait()
         result: Result = Nothing()
         if isinstance(request, Train) and not frames:
-            result = Missing()
+            result = MissingSamples()
         elif isinstance(request, Train):
             batch = from_frames(request.update, request.version, request.plan, frames)
             taken += len(batch.prompt_B)
@@ -69,7 +71,7 @@ def main() -> None:
             sys.stdout.write(f"{taken}\n")
             sys.stdout.flush()
             channel.leave()
-        channel.reply(Done(request.call, result))
+        channel.reply(RankDone(request.call, result))
         if isinstance(request, Stop):
             break
     collector.close()

@@ -20,7 +20,7 @@ from benchmarks.verifiers.escapes import tried
 from megatron_opd.data.tasks.answers import marked_answer
 from megatron_opd.data.tasks.exact import verify as exact
 from megatron_opd.data.verifiers.messages import Call
-from megatron_opd.data.verifiers.pool import PoolLimits, WorkerPool
+from megatron_opd.data.verifiers.pool import PoolLimits, VerifierPool
 from megatron_opd.data.verifiers.reward import VerifierFailed
 
 PAIRS = Path(__file__).with_name("pairs.jsonl")
@@ -75,7 +75,7 @@ async def misbehaving() -> dict[str, Any]:
     """What each misbehaving verifier was counted as, and after how long."""
     limits = PoolLimits(WORKERS, TIMEOUT_S, MEMORY_BYTES)
     found: dict[str, Any] = {"timeout_s": TIMEOUT_S, "memory_bytes": MEMORY_BYTES}
-    async with WorkerPool({"rogue": Call("benchmarks.verifiers.rogue:rogue")}, limits) as pool:
+    async with VerifierPool({"rogue": Call("benchmarks.verifiers.rogue:rogue")}, limits) as pool:
         for kind in ROGUES:
             started_s = time.monotonic()
             try:
@@ -90,7 +90,7 @@ async def rate(rows: list[Row]) -> dict[str, Any]:
     """How many pairs a pool judges in a second, and the longest pause of the event loop."""
     limits = PoolLimits(WORKERS, 60.0, 4 * 2**30)
     calls = {"math": Call("megatron_opd.data.tasks.maths:verify")}
-    async with WorkerPool(calls, limits) as pool:
+    async with VerifierPool(calls, limits) as pool:
         # the first judgements import the library
         await asyncio.gather(*(pool.verify("math", "\\boxed{1/2}", "0.5") for _ in range(8)))
         started_s, longest_s = time.monotonic(), 0.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_opd.data.verifiers.sandbox.run import Limits, run_program
+from megatron_opd.data.verifiers.sandbox.run import SandboxLimits, run_program
 
-LIMITS = Limits(cpu_s=1, memory_bytes=2**28, file_bytes=2**20)
+LIMITS = SandboxLimits(cpu_s=1, memory_bytes=2**28, file_bytes=2**20)
 TIMEOUT_S = 5.0
 TRIES = {
     "add two numbers": "print(6 * 7)",

@@ -68,7 +68,7 @@ class SpreadState(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GroupVerdict:
     """Says what becomes of a group. reason: why it is thrown away; None: it is kept."""
 
     group: int
@@ -109,7 +109,7 @@ class SpreadFilter:
         group = sample.rollout.prompt.uid // self._size
         self._rewards.setdefault(group, []).append(sample.reward)
 
-    def completed(self, prompt: Prompt) -> list[Verdict]:
+    def completed(self, prompt: Prompt) -> list[GroupVerdict]:
         """Decide about the group of a prompt, all of whose members were added.
 
         Returns what is decided by that: of this group, unless it must wait, and of others that
@@ -120,12 +120,12 @@ class SpreadFilter:
         if reason is None:
             judged = self._rule.judges(prompt)
             self._found[group] = "differ" if judged else "unjudged"
-            return [Verdict(group, None), *self._settle()]
+            return [GroupVerdict(group, None), *self._settle()]
         self._found[group] = "alike"
         self._waiting[group] = reason
         return self._settle()
 
-    def broken(self, group: int) -> list[Verdict]:
+    def broken(self, group: int) -> list[GroupVerdict]:
         """Forget a group that lost a member; return what is decided by that."""
         waited = self._waiting.pop(group, None) is not None
         if group < self._next or (group in self._found and not waited):
@@ -161,9 +161,9 @@ class SpreadFilter:
             return ALL_RIGHT
         return ALL_WRONG if max(known) <= 0 else NO_SPREAD
 
-    def _settle(self) -> list[Verdict]:
+    def _settle(self) -> list[GroupVerdict]:
         """Count in order as far as all is known, then look at groups that wait."""
-        decided: list[Verdict] = []
+        decided: list[GroupVerdict] = []
         while self._next in self._found:
             group, what = self._next, self._found.pop(self._next)
             self._next += 1
@@ -175,7 +175,7 @@ class SpreadFilter:
         last = max(self._waiting, default=-1)
         for group in range(self._next, last + 1):
             if group in self._waiting and in_a_row < most:
-                decided.append(Verdict(group, self._waiting.pop(group)))
+                decided.append(GroupVerdict(group, self._waiting.pop(group)))
             what = self._found.get(group)
             if what == "differ":
                 in_a_row = 0
@@ -183,13 +183,13 @@ class SpreadFilter:
                 in_a_row = min(in_a_row + 1, most)
         return decided
 
-    def _in_turn(self, group: int) -> list[Verdict]:
+    def _in_turn(self, group: int) -> list[GroupVerdict]:
         """Count a group without spread whose turn it is; decide what becomes of it if it waits."""
         spread = self._rule.spread
         reason = self._waiting.pop(group, None)
         if self._in_a_row < spread.most_in_a_row:
             self._in_a_row += 1
-            return [] if reason is None else [Verdict(group, reason)]
+            return [] if reason is None else [GroupVerdict(group, reason)]
         if spread.exhausted == "stop":
             raise NothingToLearn(
                 f"{self._in_a_row} groups in a row were dropped because their rewards are alike, "
@@ -198,4 +198,4 @@ class SpreadFilter:
                 "too hard"
             )
         self._in_a_row = 0
-        return [Verdict(group, None)]
+        return [GroupVerdict(group, None)]

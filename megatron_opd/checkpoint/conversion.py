@@ -31,7 +31,7 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Report:
+class ConversionReport:
     """Reports what a conversion did.
 
     units_kept: units of an earlier run. peak_rss_bytes: of this rank. padding_rows: of the source's
@@ -50,7 +50,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Job:
+class ConversionJob:
     """Describes one direction of a conversion. sizes: bytes of every unit.
 
     write: makes a unit and returns its record, whose `tensors` are {name: entry_of(tensor)}.
@@ -65,7 +65,7 @@ class Job:
     read_back: Callable[[int, Record], Iterable[tuple[str, torch.Tensor]]]
 
 
-def run(job: Job, crew: Crew) -> Report:
+def run(job: ConversionJob, crew: Crew) -> ConversionReport:
     """Do the conversion, or what is left of it. ValueError, on every rank: see Crew.step."""
     started, part = time.perf_counter(), job.part
     crew.step(part.open, root_only=True)
@@ -93,7 +93,7 @@ def run(job: Job, crew: Crew) -> Report:
     written = time.perf_counter()
     crew.step(verify)
     crew.step(part.publish, root_only=True)
-    return Report(
+    return ConversionReport(
         target=str(part.target),
         tensor_bytes=sum(job.sizes),
         units=len(job.sizes),

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron_opd.checkpoint.hf_files import check_complete
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
-from megatron_opd.models.ranks import Placement
+from megatron_opd.models.ranks import RankPlacement
 from megatron_opd.models.shards import Chunks, TensorSource, cut, local_shards
 from megatron_opd.models.spec import ModelSpec
 
@@ -58,7 +58,9 @@ def source_of(path: Path, spec: ModelSpec, seed: int | None) -> TensorSource:
 
 
 @torch.no_grad()
-def load_weights(model: Chunks, spec: ModelSpec, world: Placement, source: TensorSource) -> None:
+def load_weights(
+    model: Chunks, spec: ModelSpec, world: RankPlacement, source: TensorSource
+) -> None:
     """Fill every parameter of this rank, cast to the parameter's dtype. model: see local_shards.
 
     Call before the optimizer is built: it takes its float32 main parameters from the model.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megatron_opd.checkpoint.hf_files import ITEM_BYTES, Stored
+from megatron_opd.checkpoint.hf_files import ITEM_BYTES, StoredTensor
 
 CHUNK_BYTES = 2**26
 # dtype -> (unsigned integer of its width, exponent bits, mantissa bits)
@@ -18,7 +18,7 @@ _BITS = {
 }
 
 
-def first_not_finite(stored: Stored) -> str | None:
+def first_not_finite(stored: StoredTensor) -> str | None:
     """Return the first number that is not finite, as `NaN at element 7`; None when all are.
 
     Types that no learner takes are not checked. May raise OSError.

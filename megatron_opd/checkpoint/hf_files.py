@@ -43,7 +43,7 @@ IGNORED = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """Locates a tensor in a file. offset: of its first byte; dtype: safetensors' name."""
 
     file: Path
@@ -57,7 +57,7 @@ class Stored:
         return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
 
 
-def stored_tensors(path: Path) -> dict[str, Stored]:
+def stored_tensors(path: Path) -> dict[str, StoredTensor]:
     """Return every tensor of the checkpoint directory `path`.
 
     ValueError, naming the file: none, cut short, unreadable, or not what the index says.
@@ -79,7 +79,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
         files = sorted(set(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"cannot read {index}: {type(error).__name__}: {line(error)}") from None
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name in files:
         if not (path / name).is_file():
             raise ValueError(f"{path} lacks {name}, which {INDEX} names")
@@ -101,7 +101,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def _check_same(path: Path, tensors: Mapping[str, Stored], name: str, why: str) -> None:
+def _check_same(path: Path, tensors: Mapping[str, StoredTensor], name: str, why: str) -> None:
     """Raise ValueError unless the file `name` beside `tensors` holds exactly them."""
     other = file_tensors(path / name)
     if other.keys() != tensors.keys() or not all(
@@ -113,7 +113,7 @@ def _check_same(path: Path, tensors: Mapping[str, Stored], name: str, why: str) 
         )
 
 
-def same_data(one: Stored, other: Stored) -> bool:
+def same_data(one: StoredTensor, other: StoredTensor) -> bool:
     """Return whether two tensors are equal in type, shape and every byte. May raise OSError."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
@@ -129,7 +129,7 @@ def same_data(one: Stored, other: Stored) -> bool:
     return True
 
 
-def file_tensors(file: Path) -> dict[str, Stored]:
+def file_tensors(file: Path) -> dict[str, StoredTensor]:
     """Return the tensors of one file. ValueError: it is cut short or no safetensors file."""
     try:
         size = file.stat().st_size
@@ -155,9 +155,9 @@ def file_tensors(file: Path) -> dict[str, Stored]:
         raise ValueError(
             f"{file} is incomplete: its header describes {8 + length + end} bytes, got {size}"
         )
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for name, (dtype, shape, start, stop) in entries.items():
-        tensors[name] = stored = Stored(file, dtype, shape, 8 + length + start)
+        tensors[name] = stored = StoredTensor(file, dtype, shape, 8 + length + start)
         if prod(shape) * DTYPE_BITS[dtype] != (stop - start) * 8:
             raise ValueError(
                 f"{file}: {shown(name)} must span {stored.num_bytes} bytes ({dtype} "
@@ -210,7 +210,7 @@ def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
-def find(tensors: Mapping[str, Stored], name: str) -> Stored | None:
+def find(tensors: Mapping[str, StoredTensor], name: str) -> StoredTensor | None:
     """Find the tensor `name` in either spelling; in the second it is a part of a larger one."""
     if name in tensors:
         return tensors[name]
@@ -229,7 +229,7 @@ def find(tensors: Mapping[str, Stored], name: str) -> Stored | None:
     return replace(part, offset=offset)
 
 
-def check_shape(stored: Stored, shape: tuple[int, ...], path: Path, name: str) -> None:
+def check_shape(stored: StoredTensor, shape: tuple[int, ...], path: Path, name: str) -> None:
     """Raise ValueError for a tensor of `path` whose shape differs from config.json's."""
     if stored.shape != shape:
         raise ValueError(
@@ -238,7 +238,7 @@ def check_shape(stored: Stored, shape: tuple[int, ...], path: Path, name: str) -
         )
 
 
-def check_dtype(stored: Stored, path: Path, name: str) -> None:
+def check_dtype(stored: StoredTensor, path: Path, name: str) -> None:
     """Raise ValueError for a type that no learner can take."""
     if stored.dtype not in ITEM_BYTES:
         raise ValueError(
@@ -246,7 +246,7 @@ def check_dtype(stored: Stored, path: Path, name: str) -> None:
         )
 
 
-def check_tensors(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -> None:
+def check_tensors(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: Path) -> None:
     """Check that the tensors are `spec`'s, no more and no less, of types that a learner can take.
 
     ValueError names the others.
@@ -260,7 +260,7 @@ def check_tensors(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) ->
     _refuse_extra(unread_tensors(tensors, spec), spec, path)
 
 
-def check_complete(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -> None:
+def check_complete(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: Path) -> None:
     """Check that every tensor of the model is there with its shape, and none that would be unread.
 
     Heads of other tasks, which no language model has, may lie beside them. ValueError names those
@@ -279,7 +279,7 @@ def check_complete(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -
     _refuse_extra([name for name in extra if name.startswith(MODEL_PREFIXES)], spec, path)
 
 
-def check_tied(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -> None:
+def check_tied(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: Path) -> None:
     """Raise ValueError when a tied model's own head, if one is stored, is not its embedding."""
     if not spec.tied or HEAD not in tensors or EMBEDDING not in tensors:
         return
@@ -291,7 +291,7 @@ def check_tied(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -> No
         )
 
 
-def unread_tensors(tensors: Mapping[str, Stored], spec: ModelSpec) -> list[str]:
+def unread_tensors(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> list[str]:
     """List the tensors that nothing reads, without those that follow from config.json."""
     used: set[str] = {"lm_head.weight"} if spec.tied else set()
     for name in expected_tensors(spec):

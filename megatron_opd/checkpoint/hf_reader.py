@@ -15,7 +15,7 @@ from megatron_opd.checkpoint.hf_files import (
     INDEX,
     ITEM_BYTES,
     SINGLE,
-    Stored,
+    StoredTensor,
     check_dtype,
     check_shape,
     find,
@@ -65,7 +65,7 @@ class SafetensorsSource:
         return DTYPES[stored.dtype]
 
 
-def read_rows(stored: Stored, start: int, length: int) -> torch.Tensor:
+def read_rows(stored: StoredTensor, start: int, length: int) -> torch.Tensor:
     """Read rows [start, start + length) of dimension 0, into memory of their own.
 
     ValueError: the file ends before they do.

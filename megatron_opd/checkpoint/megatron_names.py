@@ -25,7 +25,7 @@ _MLP_NORM = "pre_mlp_layernorm.weight"
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterPlace:
     """Locates a tensor of a checkpoint, or a part of one.
 
     index: along the leading dimensions (layers, experts) of a stacked one. half: of dimension 0
@@ -56,16 +56,16 @@ def state_keys(spec: ModelSpec, key: Key) -> tuple[str, ...]:
     return tuple(f"{module}._extra_state/shard_0_1" for module in modules)
 
 
-def places(spec: ModelSpec, key: Key, part: int) -> Iterator[Place]:
+def places(spec: ModelSpec, key: Key, part: int) -> Iterator[ParameterPlace]:
     """Yield where part `part` of `written_keys` may lie, by preference."""
     fused = row_of(spec.family, key).fusion == "gate_up"
     suffix = ("_w", "_v")[part] if fused else ""
     for path in _paths(spec, key):
-        yield Place(path + suffix)
+        yield ParameterPlace(path + suffix)
         for stacked, index in _stacked(path, key):
-            yield Place(stacked, index, part if fused else None)
+            yield ParameterPlace(stacked, index, part if fused else None)
         if fused:
-            yield Place(path, (), part)
+            yield ParameterPlace(path, (), part)
 
 
 def _paths(spec: ModelSpec, key: Key) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron_opd.checkpoint.digest import entry_of
-from megatron_opd.checkpoint.megatron_names import Place, places, written_keys
+from megatron_opd.checkpoint.megatron_names import ParameterPlace, places, written_keys
 from megatron_opd.checkpoint.restricted_metadata import METADATA, read_metadata
 from megatron_opd.checkpoint.stated_heads import check_heads
 from megatron_opd.models.families import Key, row_of
@@ -220,7 +220,7 @@ _Box = tuple[tuple[int, ...], tuple[int, ...], int]
 
 
 def _box_of(
-    place: Place, wanted: tuple[int, ...], stored: tuple[int, ...], *, padded: bool
+    place: ParameterPlace, wanted: tuple[int, ...], stored: tuple[int, ...], *, padded: bool
 ) -> _Box | None:
     """Return the box of a stored tensor that `place` names; None: it has another shape."""
     lead, own = stored[: len(place.index)], stored[len(place.index) :]

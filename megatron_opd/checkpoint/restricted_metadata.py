@@ -62,7 +62,7 @@ OLD_NAMES: Mapping[tuple[str, str], type] = {
 """Names in checkpoints from before Megatron-Core 0.16, read as torch's records."""
 
 
-class Refused(pickle.UnpicklingError):
+class MetadataRefused(pickle.UnpicklingError):
     """Reports that the pickle names something that no checkpoint needs."""
 
 
@@ -107,7 +107,9 @@ class _Records(pickle.Unpickler):
         if (module, name) in OLD_NAMES:
             return OLD_NAMES[module, name]
         if name not in ALLOWED.get(module, frozenset()):
-            raise Refused(f"it names {module}.{name}, which no checkpoint needs; nothing was run")
+            raise MetadataRefused(
+                f"it names {module}.{name}, which no checkpoint needs; nothing was run"
+            )
         return super().find_class(module, name)
 
 
@@ -122,7 +124,7 @@ def unpickle(stream: BinaryIO) -> Any:
     finally:
         changed = records.unchanged()
         if changed is not None:
-            raise Refused(f"it sets {changed}, which no checkpoint does; it was set back")
+            raise MetadataRefused(f"it sets {changed}, which no checkpoint does; it was set back")
     return found
 
 
@@ -136,7 +138,7 @@ def read_metadata(directory: Path) -> Metadata:
     try:
         with path.open("rb") as stream:
             found = unpickle(stream)
-    except Refused as error:
+    except MetadataRefused as error:
         raise ValueError(f"{path} is refused: {line(error)}") from None
     except Exception as error:  # noqa: BLE001  a damaged pickle raises anything
         reason = line(f"{type(error).__name__}: {error}")

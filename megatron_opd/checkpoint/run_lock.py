@@ -47,7 +47,7 @@ class Holder:
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class LockClaim:
     """Grants the right to write into a run directory. lock: its run.lock, as seen from here."""
 
     lock: Path
@@ -101,9 +101,9 @@ class RunLock:
         self.release()
 
     @property
-    def claim(self) -> Claim:
+    def claim(self) -> LockClaim:
         """Returns the claim that this process, and whoever it tells, writes with."""
-        return Claim(self.path, self.holder.token)
+        return LockClaim(self.path, self.holder.token)
 
     def release(self) -> None:
         """Release the lock. A directory that taking it made, if still empty, is removed too."""

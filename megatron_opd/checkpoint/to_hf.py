@@ -12,9 +12,9 @@ import torch
 
 from megatron_opd.checkpoint.conversion import (
     CHECKSUMS,
-    Job,
+    ConversionJob,
+    ConversionReport,
     Record,
-    Report,
     bytes_of,
     grouped,
     plan_of,
@@ -52,7 +52,7 @@ def megatron_to_hf(
     max_file_bytes: int = MAX_FILE_BYTES,
     chat_template: str | None = None,
     end_ids: tuple[int, ...] = (),
-) -> Report:
+) -> ConversionReport:
     """Write a Megatron distributed checkpoint as a Hugging Face checkpoint, with its tensor names.
 
     model: where config.json and the tokenizer are; None: in the source itself. chat_template: in
@@ -114,7 +114,7 @@ def megatron_to_hf(
             yield name, read_rows(tensor, 0, tensor.shape[0])
 
     unit_sizes = tuple(sum(sizes[key] for key in unit) for unit in units)
-    report = run(Job(part, unit_sizes, write, complete, read_back), crew)
+    report = run(ConversionJob(part, unit_sizes, write, complete, read_back), crew)
     told = stored.heads_told or (source / CONFIG).is_file()
     notes = () if told else (f"{source} {HEADS_UNTOLD} {model / CONFIG}",)
     return replace(report, padding_rows=stored.padding_rows, notes=notes)

@@ -10,9 +10,9 @@ import torch
 
 from megatron_opd.checkpoint.conversion import (
     CHECKSUMS,
-    Job,
+    ConversionJob,
+    ConversionReport,
     Record,
-    Report,
     bytes_of,
     grouped,
     plan_of,
@@ -42,7 +42,7 @@ def hf_to_megatron(
     dtype: torch.dtype | None,
     crew: Crew,
     unit_bytes: int = UNIT_BYTES,
-) -> Report:
+) -> ConversionReport:
     """Write the Hugging Face checkpoint `source` as a Megatron distributed checkpoint.
 
     It loads at any layout; a rank of the layout `parallel` finds its pieces cut and in files of
@@ -77,7 +77,7 @@ def hf_to_megatron(
         for key in units[unit]:
             yield from written[0].hf_tensors(key).items()
 
-    job = Job(
+    job = ConversionJob(
         part,
         tuple(sum(sizes[key] for key in unit) for unit in units),
         lambda unit: write_unit(part.path, unit, units[unit], tensors, described),

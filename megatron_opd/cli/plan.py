@@ -25,7 +25,7 @@ from megatron_opd.sim.planner.configs import chosen_tree
 from megatron_opd.sim.planner.demand import Window
 from megatron_opd.sim.planner.plan import DEFAULT_GPU, known_gpu, make_plan, pins_of, task_of
 from megatron_opd.sim.planner.result import Plan, throughput
-from megatron_opd.sim.planner.search import Found
+from megatron_opd.sim.planner.search import SearchResult
 
 EVERY_S = 10.0
 """Seconds between two lines of progress."""
@@ -78,11 +78,11 @@ def _header(plan: Plan) -> str:
     )
 
 
-def _progress() -> Callable[[Found], None]:
+def _progress() -> Callable[[SearchResult], None]:
     """Return what prints a line now and then on standard error."""
     said_s = time.monotonic()
 
-    def tell(found: Found) -> None:
+    def tell(found: SearchResult) -> None:
         nonlocal said_s
         if time.monotonic() - said_s >= EVERY_S:
             said_s = time.monotonic()

@@ -49,7 +49,7 @@ from megatron_opd.controller.pipeline import Pipeline
 from megatron_opd.controller.ports import Ports, SampleStore
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.slots import Slots
-from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, GroupMember
 from megatron_opd.controller.turn import Turn
 from megatron_opd.metrics.types import Accounting
 from megatron_opd.records.types import Batch, Prompt
@@ -111,7 +111,7 @@ class Controller(Pipeline):
         """Let `run` end after the update that is being made, if one is, and keep the state."""
         self._batcher.stop()
 
-    def _rejoin(self, member: Member) -> None:
+    def _rejoin(self, member: GroupMember) -> None:
         self._buffer.admit(member.uid, member.oldest_version(self._version))
         if member.sample is not None:
             self._buffer.put(member.sample)

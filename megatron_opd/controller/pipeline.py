@@ -25,7 +25,7 @@ from megatron_opd.buffer.permits import (
 )
 from megatron_opd.buffer.planned import PlannedBuffer
 from megatron_opd.buffer.rejection import SampleRejected, SamplesLost, TooOld
-from megatron_opd.buffer.spread import SpreadFilter, Verdict
+from megatron_opd.buffer.spread import GroupVerdict, SpreadFilter
 from megatron_opd.controller.errors import EverythingDropped
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
@@ -180,7 +180,7 @@ class Pipeline(ABC):
         if self._ports.curriculum is not None:
             self._ports.curriculum.judged(sample)
 
-    def _decide(self, verdicts: Iterable[Verdict]) -> None:
+    def _decide(self, verdicts: Iterable[GroupVerdict]) -> None:
         """Put the last samples of groups that are kept, and drop the groups that are not."""
         for verdict in verdicts:
             sample = self._undecided.pop(verdict.group)

@@ -22,7 +22,7 @@ from megatron_opd.records.types import Prompt, Rollout, Sample
 FORMAT = 1
 
 
-class Member(msgspec.Struct, frozen=True):
+class GroupMember(msgspec.Struct, frozen=True):
     """Holds one admitted prompt that is not trained on or dropped; exactly one field is set."""
 
     prompt: Prompt | None = None
@@ -66,7 +66,7 @@ class ControllerState(msgspec.Struct, frozen=True):
     dropped: dict[str, int]
     dropped_in_a_row: int
     next_uid: int
-    line: list[Member]
+    line: list[GroupMember]
     broken_groups: list[int] = []
     scored_in_groups: dict[int, int] = {}
     spread: SpreadState | None = None
@@ -83,14 +83,14 @@ Place = Prompt | Rollout | Sample
 """How far an admitted prompt has come, with all arrays."""
 
 
-def place(found: Place) -> Member:
+def place(found: Place) -> GroupMember:
     """Return the place in the line of a prompt, rollout or sample."""
     match found:
         case Prompt():
-            return Member(prompt=found)
+            return GroupMember(prompt=found)
         case Rollout():
-            return Member(rollout=found)
+            return GroupMember(rollout=found)
         case Sample():
             # without what a stage has added for the learner, which is made again
             held = {field.name: getattr(found, field.name) for field in fields(Sample)}
-            return Member(sample=Sample(**held))
+            return GroupMember(sample=Sample(**held))

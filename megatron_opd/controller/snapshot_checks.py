@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.buffer.spread import SpreadState
-from megatron_opd.controller.snapshot import ControllerState, Member
+from megatron_opd.controller.snapshot import ControllerState, GroupMember
 from megatron_opd.records.types import NO_ROW, Rollout
 from sglang_bridge.columns import arrays_of, axis_of
 from sglang_bridge.protocol import DrawCache
@@ -49,7 +49,7 @@ def _spread_fault(spread: SpreadState | None) -> str | None:
     return None
 
 
-def _curriculum_fault(curriculum: CurriculumState | None, line: list[Member]) -> str | None:
+def _curriculum_fault(curriculum: CurriculumState | None, line: list[GroupMember]) -> str | None:
     if curriculum is None:
         return None
     highest = max((member.asked.row for member in line), default=-1)
@@ -65,7 +65,7 @@ def _curriculum_fault(curriculum: CurriculumState | None, line: list[Member]) ->
     return None
 
 
-def member_fault(member: Member) -> str | None:
+def member_fault(member: GroupMember) -> str | None:
     """Return what is impossible in one place of the line, or None."""
     if sum(part is not None for part in (member.prompt, member.rollout, member.sample)) != 1:
         return "it must hold one of prompt, rollout and sample"

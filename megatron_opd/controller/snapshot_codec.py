@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from megatron_opd.config.wording import line
-from megatron_opd.controller.snapshot import FORMAT, ControllerState, Member
+from megatron_opd.controller.snapshot import FORMAT, ControllerState, GroupMember
 from megatron_opd.controller.snapshot_checks import member_fault, state_fault
 
 KindT = TypeVar("KindT")
@@ -38,7 +38,7 @@ def _from_wire(kind: type[Any], value: Any) -> Any:
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_wire)
 _DECODER = msgspec.msgpack.Decoder(ControllerState, dec_hook=_from_wire)
-_MEMBER = msgspec.msgpack.Decoder(Member, dec_hook=_from_wire)
+_MEMBER = msgspec.msgpack.Decoder(GroupMember, dec_hook=_from_wire)
 
 
 def encode_state(state: ControllerState) -> bytes:
@@ -57,12 +57,12 @@ def decode_state(content: bytes) -> ControllerState:
     return state
 
 
-def encode_member(member: Member) -> bytes:
+def encode_member(member: GroupMember) -> bytes:
     """Encode one place of the line."""
     return _ENCODER.encode(member)
 
 
-def decode_member(content: bytes) -> Member:
+def decode_member(content: bytes) -> GroupMember:
     """Decode one place of the line. ValueError: it cannot be."""
     member = _decoded(_MEMBER, content, "a place of the line")
     fault = member_fault(member)

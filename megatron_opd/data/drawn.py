@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_opd.data.faults import BadRows
 from megatron_opd.data.files import Rows
-from megatron_opd.data.outcomes import Outcome, RowReader, Tally
+from megatron_opd.data.outcomes import RowOutcome, RowReader, RowTally
 from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.records.types import Prompt
 
@@ -26,7 +26,7 @@ class RowPrompts:
     tally: counts the rows that were drawn, besides those that were judged before.
     """
 
-    def __init__(self, rows: Rows, rules: PromptRules, reader: RowReader, tally: Tally) -> None:
+    def __init__(self, rows: Rows, rules: PromptRules, reader: RowReader, tally: RowTally) -> None:
         self._rows, self._rules, self._reader, self.tally = rows, rules, reader, tally
 
     def __len__(self) -> int:
@@ -42,12 +42,12 @@ class RowPrompts:
         (outcome,) = self.read([number])
         return self.taken(number, outcome)
 
-    def read(self, numbers: Sequence[int]) -> list[Outcome]:
+    def read(self, numbers: Sequence[int]) -> list[RowOutcome]:
         """Return what becomes of rows. ValueError: the tokenizer or its template fails."""
         columns = self._rules.columns
         return self._reader.read([columns.checked(self._rows.row(number)) for number in numbers])
 
-    def taken(self, number: int, outcome: Outcome) -> Prompt | None:
+    def taken(self, number: int, outcome: RowOutcome) -> Prompt | None:
         """Count a row that is drawn. BadRows: more of those so far are bad than allowed."""
         self.tally.add(outcome)
         problem = self.tally.problem(sampled=True)
@@ -65,7 +65,7 @@ class DrawnPrompts:
     def __init__(self, parts: Iterable[tuple[RowPrompts, int, int]]) -> None:
         self._parts = tuple(parts)
         self._ends = np.cumsum([end - start for _, start, end in self._parts])
-        self._held: dict[int, tuple[Future[list[Outcome]], int]] = {}
+        self._held: dict[int, tuple[Future[list[RowOutcome]], int]] = {}
         """By place, for those that come next: what becomes of some rows, and which of them it is"""
         self._thread = ThreadPoolExecutor(1, "prompts")  # its only one: tokenizers are not shared
 

@@ -19,7 +19,7 @@ from megatron_opd.data.lines import CHUNK_BYTES
 from megatron_opd.data.shards import CSV, LINES, VALUES, kind_of
 
 
-class Part(msgspec.Struct, frozen=True):
+class FilePart(msgspec.Struct, frozen=True):
     """Holds the size and checksum of one file, or of what a user's function gives.
 
     size: bytes, or rows of a function.
@@ -29,7 +29,7 @@ class Part(msgspec.Struct, frozen=True):
     crc32: int
 
 
-class Difference(StrEnum):
+class FileDifference(StrEnum):
     """Says what became of a data path."""
 
     NONE = "none"
@@ -37,56 +37,60 @@ class Difference(StrEnum):
     CHANGED = "changed"
 
 
-_GRAVITY = list(Difference).index
+_GRAVITY = list(FileDifference).index
 
 
-def sums_of(path: Path, old: Sequence[Part] = ()) -> tuple[tuple[Part, ...], Difference]:
+def sums_of(
+    path: Path, old: Sequence[FilePart] = ()
+) -> tuple[tuple[FilePart, ...], FileDifference]:
     """Return the files of a data path, and how they differ from what they were. Reads all of them.
 
     ValueError: there are none, or a user's function fails.
     """
     paths = [path] if is_source(path) else files_of(path)
-    sums: list[Part] = []
-    found = Difference.NONE if len(paths) >= len(old) else Difference.CHANGED
+    sums: list[FilePart] = []
+    found = FileDifference.NONE if len(paths) >= len(old) else FileDifference.CHANGED
     for number, each in enumerate(paths):
         before = old[number] if number < len(old) else None
         own, same = _summed(each, before)
         sums.append(own)
         if before is None or (same and before.size < own.size):
             last = number >= len(old) - 1
-            found = max(found, Difference.GROWN if last else Difference.CHANGED, key=_GRAVITY)
+            found = max(
+                found, FileDifference.GROWN if last else FileDifference.CHANGED, key=_GRAVITY
+            )
         elif not same:
-            found = Difference.CHANGED
+            found = FileDifference.CHANGED
     return tuple(sums), found
 
 
-def _summed(path: Path, before: Part | None) -> tuple[Part, bool]:
+def _summed(path: Path, before: FilePart | None) -> tuple[FilePart, bool]:
     """Return the sum of a file, and whether what it was is still its beginning."""
     return _rows_sum(path, before) if is_source(path) else _bytes_sum(path, before)
 
 
-def _rows_sum(path: Path, before: Part | None) -> tuple[Part, bool]:
-    crc, size, same = 0, 0, before == Part(0, 0)
+def _rows_sum(path: Path, before: FilePart | None) -> tuple[FilePart, bool]:
+    crc, size, same = 0, 0, before == FilePart(0, 0)
     for size, row in enumerate(called(path), start=1):
         crc = zlib.crc32(json.dumps(row, sort_keys=True, default=str).encode(), crc)
-        same = same or before == Part(size, crc)
-    return Part(size, crc), same
+        same = same or before == FilePart(size, crc)
+    return FilePart(size, crc), same
 
 
-def _bytes_sum(path: Path, before: Part | None) -> tuple[Part, bool]:
+def _bytes_sum(path: Path, before: FilePart | None) -> tuple[FilePart, bool]:
     with path.open("rb") as file:
         old = before.size if before is not None else 0
         crc, last, left = 0, b"\n", old
         while left and (chunk := file.read(min(left, CHUNK_BYTES))):
             crc, last, left = zlib.crc32(chunk, crc), chunk[-1:], left - len(chunk)
-        size, same = old - left, left == 0 and before == Part(old, crc)
+        size, same = old - left, left == 0 and before == FilePart(old, crc)
         chunk = file.read(CHUNK_BYTES)
         if chunk:
             same = same and _takes_rows(path, last, chunk)
         while chunk:
             crc, size = zlib.crc32(chunk, crc), size + len(chunk)
             chunk = file.read(CHUNK_BYTES)
-    return Part(size, crc), same
+    return FilePart(size, crc), same
 
 
 def _takes_rows(path: Path, last: bytes, added: bytes) -> bool:

@@ -30,7 +30,7 @@ CALL = "function_call"
 NOTHING: Mapping[str, Any] = {}
 
 
-class Message(NamedTuple):
+class ChatMessage(NamedTuple):
     """Holds one turn of a chat. others: what a template is given besides, by name."""
 
     role: str
@@ -38,17 +38,17 @@ class Message(NamedTuple):
     others: Mapping[str, Any] = NOTHING
 
 
-Chat = tuple[Message, ...]
+Chat = tuple[ChatMessage, ...]
 
 
-class RowChat(tuple[Message, ...]):
+class RowChat(tuple[ChatMessage, ...]):
     """Holds the chat of a row. tools: what the model may call. written: the row has it as text."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     written: bool = False
 
 
-def chat_like(chat: Chat, messages: Iterable[Message]) -> Chat:
+def chat_like(chat: Chat, messages: Iterable[ChatMessage]) -> Chat:
     """Return a chat of other messages, with the same tools."""
     return _row_chat(messages, tools_of(chat), written=False)
 
@@ -70,7 +70,7 @@ def read_chat(row: Row, key: str, tools_key: str | None = None) -> str | Chat:
     found = value if written is None else written
     if not isinstance(found, list | tuple):
         text = read_text(row, key)
-        return _row_chat([Message(USER, text)], tools, written=False) if tools else text
+        return _row_chat([ChatMessage(USER, text)], tools, written=False) if tools else text
     messages = [_message(key, number, each) for number, each in enumerate(found, start=1)]
     chat = _row_chat(messages, tools, written=written is not None)
     if not chat:
@@ -99,14 +99,14 @@ def chat_text(chat: str | Chat) -> str:
 
 
 def _row_chat(
-    messages: Iterable[Message], tools: Sequence[Mapping[str, Any]], *, written: bool
+    messages: Iterable[ChatMessage], tools: Sequence[Mapping[str, Any]], *, written: bool
 ) -> Chat:
     chat = RowChat(messages)
     chat.tools, chat.written = tools, written
     return chat
 
 
-def _message(key: str, number: int, value: Any) -> Message:
+def _message(key: str, number: int, value: Any) -> ChatMessage:
     where = f"message {number} of {key!r}"
     if not isinstance(value, dict):
         raise Unusable("wrong_type", f"{where} must have role and content, got {shown(value)}")
@@ -124,9 +124,9 @@ def _message(key: str, number: int, value: Any) -> Message:
         whole(each, f"{name} of {where}")
     others = {**message, "tool_calls": calls} if calls else message
     if content is None and calls:  # as chats are sent over HTTP
-        return Message(role, "", {"content": None, **others})
+        return ChatMessage(role, "", {"content": None, **others})
     text = _content(content, where)
-    return Message(role, unicode(text, key), others or NOTHING)
+    return ChatMessage(role, unicode(text, key), others or NOTHING)
 
 
 def _content(content: Any, where: str) -> str:

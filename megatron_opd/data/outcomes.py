@@ -32,7 +32,7 @@ _OF_COLUMNS, _OF_RULES, _OF_IDS = range(3)
 _NO_IDS = np.zeros(0, np.int32)
 
 
-class Outcome(NamedTuple):
+class RowOutcome(NamedTuple):
     """Holds what became of a row.
 
     record: of a row whose columns are a prompt. ids_P: of the prompt, [P]; none where nothing was
@@ -73,7 +73,7 @@ class RowReader:
         self._tokenizer, self._rules = tokenizer, rules
         self._renderer: Renderer | None = None
 
-    def read(self, rows: Sequence[Fault | tuple[str, Record]]) -> list[Outcome]:
+    def read(self, rows: Sequence[Fault | tuple[str, Record]]) -> list[RowOutcome]:
         """Return what becomes of each row. ValueError: the tokenizer or its template fails."""
         found = [self._judged(row) for row in rows]
         usable = [n for n, each in enumerate(found) if each.fault is None]
@@ -86,16 +86,16 @@ class RowReader:
             found[n] = self._tokenised(found[n], each)
         return found
 
-    def _judged(self, row: Fault | tuple[str, Record]) -> Outcome:
+    def _judged(self, row: Fault | tuple[str, Record]) -> RowOutcome:
         if isinstance(row, Fault):
-            return Outcome(row.where, fault=row)
+            return RowOutcome(row.where, fault=row)
         where, record = row
         misfit = self._rules.misfit(record)
         if misfit is None:
-            return Outcome(where, record)
-        return Outcome(where, fault=misfit.at(where), kind=_OF_RULES)
+            return RowOutcome(where, record)
+        return RowOutcome(where, fault=misfit.at(where), kind=_OF_RULES)
 
-    def _tokenised(self, row: Outcome, found: Rendered | Unusable) -> Outcome:
+    def _tokenised(self, row: RowOutcome, found: Rendered | Unusable) -> RowOutcome:
         if isinstance(found, Unusable):
             return row._replace(fault=found.at(row.where), kind=_OF_IDS)
         ids_P, fault = np.asarray(found.ids, dtype=np.int32), None
@@ -108,7 +108,7 @@ class RowReader:
         return row._replace(ids_P=ids_P, marks=marks, fault=fault, kind=_OF_IDS)
 
 
-class Tally:
+class RowTally:
     """Counts what became of the rows of a file.
 
     watched: texts to look for among its prompts.
@@ -128,7 +128,7 @@ class Tally:
         self.met = set[str]()
         self._faults: tuple[dict[str, tuple[int, str]], ...] = ({}, {}, {})
 
-    def add(self, row: Outcome) -> None:
+    def add(self, row: RowOutcome) -> None:
         """Count a row."""
         self.rows += 1
         self.longest = max(self.longest, len(row.ids_P))

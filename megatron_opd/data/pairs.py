@@ -20,7 +20,7 @@ from megatron_opd.config.wording import shown
 from megatron_opd.data.end_tokens import read_end_tokens
 from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.marks import KINDS, Mark
-from megatron_opd.data.messages import ASSISTANT, USER, Chat, Message, chat_like
+from megatron_opd.data.messages import ASSISTANT, USER, Chat, ChatMessage, chat_like
 from megatron_opd.data.records import Columns, Record, scan_records
 from megatron_opd.data.render import Rendered, Renderer, Rendering
 from megatron_opd.data.template import use_template
@@ -171,7 +171,7 @@ class PairMaker:
             return
         prompt, response = record[rules.prompt_key], record[rules.response_key]
         if rules.rendering.chat_template:
-            yield self._answer(prompt, Message(ASSISTANT, response))
+            yield self._answer(prompt, ChatMessage(ASSISTANT, response))
         elif isinstance(prompt, str):
             yield self._of_texts(prompt, response)
         else:
@@ -194,7 +194,7 @@ class PairMaker:
         for n in answers:
             yield self._answer(chat_like(chat, chat[:n]), chat[n])
 
-    def _answer(self, prompt: str | Chat, message: Message) -> tuple[Pair, tuple[Mark, ...]]:
+    def _answer(self, prompt: str | Chat, message: ChatMessage) -> tuple[Pair, tuple[Mark, ...]]:
         if not isinstance(prompt, str) and prompt[-1].role == ASSISTANT:
             raise Unusable("bad_chat", f"message {len(prompt)}, an answer, is followed by another")
         found = self._renderer.answered(prompt, message)

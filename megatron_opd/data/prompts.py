@@ -12,7 +12,7 @@ import numpy as np
 
 from megatron_opd.data.drawn import RowPrompts
 from megatron_opd.data.files import Rows, open_rows
-from megatron_opd.data.outcomes import RowReader, Tally
+from megatron_opd.data.outcomes import RowReader, RowTally
 from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.data.stream import Prompts
 from megatron_opd.records.types import Prompt
@@ -41,7 +41,7 @@ class PromptSet:
 
     path: Path
     prompts: Prompts
-    tally: Tally
+    tally: RowTally
     whole: bool
     examples: tuple[Prompt, ...]
 
@@ -120,7 +120,10 @@ class PromptFile:
         stop: bool = False,
     ) -> PromptSet:
         """Judge rows. keep: the most prompts to hold on to; stop: when they are found."""
-        tally, reader = Tally(self.path, self.rules, self.watched), RowReader(tokenizer, self.rules)
+        tally, reader = (
+            RowTally(self.path, self.rules, self.watched),
+            RowReader(tokenizer, self.rules),
+        )
         prompts: list[Prompt] = []
         numbers = iter(numbers)
         while part := list(islice(numbers, ROWS_AT_ONCE)):

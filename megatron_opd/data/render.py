@@ -23,7 +23,7 @@ from megatron_opd.data.messages import (
     SYSTEM,
     USER,
     Chat,
-    Message,
+    ChatMessage,
     RowChat,
     chat_like,
 )
@@ -63,10 +63,10 @@ class Rendering:
 
     def chat_of(self, prompt: str | Chat) -> Chat:
         """Return the messages of a prompt, the system prompt included."""
-        chat = (Message(USER, prompt),) if isinstance(prompt, str) else prompt
+        chat = (ChatMessage(USER, prompt),) if isinstance(prompt, str) else prompt
         if self.system_prompt is None or chat[0].role in LEADING:
             return chat
-        return chat_like(chat, (Message(SYSTEM, self.system_prompt), *chat))
+        return chat_like(chat, (ChatMessage(SYSTEM, self.system_prompt), *chat))
 
 
 class Rendered(NamedTuple):
@@ -123,7 +123,9 @@ class Renderer:
         through = self._chats if self._how.chat_template else self._texts
         return self._within(len(prompts), characters, lambda: through(prompts))
 
-    def answered(self, prompt: str | Chat, answer: Message) -> tuple[Rendered, str, str] | Unusable:
+    def answered(
+        self, prompt: str | Chat, answer: ChatMessage
+    ) -> tuple[Rendered, str, str] | Unusable:
         """Return a prompt's ids, the text of its answer, and what the template puts behind that.
 
         The text is what the template writes behind the prompt, so that it begins as responses do.
@@ -230,7 +232,7 @@ class Renderer:
 
     def _opening(self, marker: Marker) -> str:
         """Return what the template begins an answer with, where a special token is in it."""
-        chat = (Message(USER, PROBES[0]),)
+        chat = (ChatMessage(USER, PROBES[0]),)
         opened = _render(self._tokenizer, chat, self._how)
         closed = self._or_none(chat, answer=False)
         if closed is None or not opened.startswith(closed):
@@ -334,7 +336,7 @@ def check_system(tokenizer: PreTrainedTokenizerBase, how: Rendering) -> None:
     """Render system messages. ValueError: the template drops them, or takes no system prompt."""
     given = how.system_prompt is not None
     key = "data.system_prompt" if given else "data.chat_template"
-    chats = [(Message(SYSTEM, text), Message(USER, PROBES[0])) for text in PROBES]
+    chats = [(ChatMessage(SYSTEM, text), ChatMessage(USER, PROBES[0])) for text in PROBES]
     try:
         one, other = (_apply(tokenizer, chat, how) for chat in chats)
     except Exception as error:  # noqa: BLE001  a template is a program: it raises what it likes

@@ -38,7 +38,7 @@ class Prompts(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MixedSource:
     """Holds prompts that are drawn together, epoch after epoch.
 
     weight: the share of the stream's prompts that are drawn from here is weight / sum of weights.
@@ -71,7 +71,7 @@ class PromptSource:
 
     def __init__(
         self,
-        sources: Sequence[Source],
+        sources: Sequence[MixedSource],
         *,
         seed: int,
         shuffle: bool = True,

@@ -13,7 +13,7 @@ from megatron_opd.data.tasks import TASKS, get_task, get_verifier
 from megatron_opd.data.tasks.base import Verifier
 from megatron_opd.data.tasks.code import CODE
 from megatron_opd.data.verifiers.messages import Call
-from megatron_opd.data.verifiers.pool import PoolLimits, WorkerPool
+from megatron_opd.data.verifiers.pool import PoolLimits, VerifierPool
 from megatron_opd.data.verifiers.reward import FAILED, VerifierFailed, checked_reward
 from megatron_opd.records.types import RightAnswer
 
@@ -35,7 +35,7 @@ class TaskVerifiers:
             else:
                 calls[name] = call_of(name, settings)
         limits = PoolLimits(settings.workers, settings.timeout_s, settings.memory_bytes)
-        self._pool = WorkerPool(calls, limits) if calls else None
+        self._pool = VerifierPool(calls, limits) if calls else None
 
     @property
     def pids(self) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from megatron_opd.data_workers.messages import Generated, Judged, Looked, Scored
+from megatron_opd.data_workers.messages import Generated, JudgedCall, Looked, ScoredCall
 from megatron_opd.records.sample_figures import CacheSize, ScoreShape
 from megatron_opd.records.types import HeldRollout
 from megatron_opd.rollout.score_requests import TeacherAsk
@@ -56,14 +56,14 @@ def generated_fault(request: RolloutRequest, known: Known, answer: Generated) ->
     return _size_fault(tokens, answer.ids, answer.size, widest, most or 1)
 
 
-def judged_fault(answer: Judged) -> str | None:
+def judged_fault(answer: JudgedCall) -> str | None:
     """Check the reward of a response whose task has a verifier."""
     if answer.reward is None or not 0 <= answer.reward <= 1:
         return f"a reward of {answer.reward}"
     return None
 
 
-def scored_fault(rollout: HeldRollout, ask: TeacherAsk, answer: Scored) -> str | None:
+def scored_fault(rollout: HeldRollout, ask: TeacherAsk, answer: ScoredCall) -> str | None:
     """Check the description of a scored sample. rollout: as it was before."""
     tokens, most = rollout.num_response_tokens, ask.num_atoms + ask.num_draws
     fault = _shape_fault(answer.shape, tokens)

@@ -10,7 +10,7 @@ import msgspec
 
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost, ScoreRejected
 from megatron_opd.data.verifiers.reward import VerifierFailed
-from megatron_opd.data_workers.messages import Failed
+from megatron_opd.data_workers.messages import CallFailed
 from sglang_bridge.errors import (
     BadReply,
     BridgeError,
@@ -27,37 +27,37 @@ class WorkerFailed(RuntimeError):
     """Reports in one line an error of a data worker that no other kind stands for."""
 
 
-def failed(call: int, error: BaseException) -> Failed:
+def failed(call: int, error: BaseException) -> CallFailed:
     """Describe an error of a call."""
     found = _described(call, error)
     return msgspec.structs.replace(found, texts=[one_line(text) for text in found.texts])
 
 
-def _described(call: int, error: BaseException) -> Failed:
+def _described(call: int, error: BaseException) -> CallFailed:
     match error:
         case ServerUnreachable():
             flags = [error.sent, error.stalled, error.timed_out]
-            return Failed(call, "unreachable", [error.url, error.path, error.cause], flags)
+            return CallFailed(call, "unreachable", [error.url, error.path, error.cause], flags)
         case ServerRefused():
             texts = [error.url, error.path, error.body]
-            return Failed(call, "refused", texts, [], error.status)
+            return CallFailed(call, "refused", texts, [], error.status)
         case BadReply():
-            return Failed(call, "bad reply", [str(error)], [])
+            return CallFailed(call, "bad reply", [str(error)], [])
         case RequestAborted():
-            return Failed(call, "aborted", [str(error)], [])
+            return CallFailed(call, "aborted", [str(error)], [])
         case RolloutRejected():
-            return Failed(call, "no rollout", [error.reason, error.detail], [])
+            return CallFailed(call, "no rollout", [error.reason, error.detail], [])
         case ScoreRejected():
-            return Failed(call, "no score", [error.reason, error.detail], [])
+            return CallFailed(call, "no score", [error.reason, error.detail], [])
         case VerifierFailed():
-            return Failed(call, "verifier", [error.reason, error.detail], [])
+            return CallFailed(call, "verifier", [error.reason, error.detail], [])
         case SamplesLost():
-            return Failed(call, "lost", [str(error)], [])
+            return CallFailed(call, "lost", [str(error)], [])
         case _:
-            return Failed(call, "", [f"{type(error).__name__}: {error}"], [])
+            return CallFailed(call, "", [f"{type(error).__name__}: {error}"], [])
 
 
-def as_error(fault: Failed) -> Exception:
+def as_error(fault: CallFailed) -> Exception:
     """Return the error that `failed` described."""
     texts = [one_line(text) for text in fault.texts]
     match fault.kind, len(texts), len(fault.flags):

@@ -12,16 +12,16 @@ from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.controller.snapshot import place
 from megatron_opd.controller.snapshot_codec import encode_member
 from megatron_opd.data.end_tokens import Ending
-from megatron_opd.data.judge import Judge as AnswerJudge
+from megatron_opd.data.judge import Judge
 from megatron_opd.data_workers.messages import (
     Generate,
     Generated,
-    Judge,
-    Judged,
+    JudgeCall,
+    JudgedCall,
     Look,
     Looked,
-    Score,
-    Scored,
+    ScoreCall,
+    ScoredCall,
 )
 from megatron_opd.data_workers.requests import decode_request
 from megatron_opd.records.types import IntArray, Prompt, Rollout, Sample
@@ -45,7 +45,7 @@ class Holding:
         draws: see transport/samples.counted_draws.
     """
 
-    def __init__(self, clients: Clients, judge: AnswerJudge | None, draws: int) -> None:
+    def __init__(self, clients: Clients, judge: Judge | None, draws: int) -> None:
         self._clients, self._judge, self._draws = clients, judge, draws
         self._held: dict[str, Rollout | Sample] = {}
         self._endings: dict[str, Ending] = {}
@@ -84,17 +84,17 @@ class Holding:
             finish_reason=reply.finish_reason,
         )
 
-    async def judge(self, order: Judge) -> Judged:
+    async def judge(self, order: JudgeCall) -> JudgedCall:
         """Give the reward of a response. VerifierFailed. SamplesLost: it is not held."""
         rollout = self._rollout(order.key)
         if self._judge is None:
-            return Judged(order.call, None)
+            return JudgedCall(order.call, None)
         asked = replace(rollout.prompt, task=order.task, answer=order.answer)
         ids, ending = rollout.response_ids_T.tolist(), self._endings[order.key]
         reward = await self._judge.reward(asked, ids, ending)
-        return Judged(order.call, reward)
+        return JudgedCall(order.call, reward)
 
-    async def score(self, order: Score) -> Scored:
+    async def score(self, order: ScoreCall) -> ScoredCall:
         """Let a teacher score a response. BridgeError. ScoreRejected: its scores cannot be used."""
         rollout = self._rollout(order.key)
         if min(order.teacher_vocab_size, order.ask.vocab_size) < 1:
@@ -106,7 +106,7 @@ class Holding:
         assert shape is not None
         if order.key in self._held:  # not released meanwhile
             self._held[order.key] = EncodedSample.of(sample, self._draws)
-        return Scored(order.call, sample.rollout.num_ids, sample.cache, shape)
+        return ScoredCall(order.call, sample.rollout.num_ids, sample.cache, shape)
 
     async def look(self, order: Look) -> Looked:
         """Ask a server how far it is with its requests, whoever sent them. BridgeError."""

@@ -25,11 +25,11 @@ from megatron_opd.data_workers.messages import (
     Answer,
     Answered,
     Call,
+    CallFailed,
     Cancel,
     Close,
-    Failed,
-    Hello,
     Order,
+    WorkerHello,
     decode_answer,
     encode,
 )
@@ -48,7 +48,7 @@ LOT_S = 0.002
 
 
 @dataclass(eq=False, slots=True)
-class Link:
+class WorkerLink:
     """Holds the connection to one worker.
 
     address: where learner ranks reach it. calls: those without an answer, by number. outbox: orders
@@ -88,8 +88,8 @@ class Links:
         host: str,
         keys: RunKeys,
         max_bytes: int,
-        joined: Callable[[Link], None],
-        lost: Callable[[Link, str], None],
+        joined: Callable[[WorkerLink], None],
+        lost: Callable[[WorkerLink, str], None],
     ) -> None:
         self._count, self._joined, self._lost = count, joined, lost
         self.refusals = Refusals(logger, "on the data workers' socket")
@@ -105,13 +105,13 @@ class Links:
         self._socket.bind(f"tcp://{host}:*")
         self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
         self._descriptor = int(self._socket.getsockopt(zmq.FD))
-        self._links: dict[bytes, Link] = {}
+        self._links: dict[bytes, WorkerLink] = {}
         self._next_look_s = 0.0
         self._look: asyncio.TimerHandle | None = None
         self._tasks: list[asyncio.Task[None]] = []
 
     @property
-    def alive(self) -> list[Link]:
+    def alive(self) -> list[WorkerLink]:
         """Returns the workers that are there, in order."""
         return sorted(self._links.values(), key=lambda link: link.index)
 
@@ -140,7 +140,7 @@ class Links:
 
     async def call(
         self,
-        link: Link,
+        link: WorkerLink,
         order: Call,
         kind: type[AnswerT],
         fault: Callable[[AnswerT], str | None] | None = None,
@@ -165,13 +165,13 @@ class Links:
             raise self.breach(link, f"it answered with {why}")
         return found
 
-    def expected(self, link: Link, answer: Answer, kind: type[AnswerT]) -> AnswerT:
+    def expected(self, link: WorkerLink, answer: Answer, kind: type[AnswerT]) -> AnswerT:
         """Return an answer of the kind that was asked for. SamplesLost: it is another."""
         if not isinstance(answer, kind):
             raise self.breach(link, f"it answered {type(answer).__name__}, not {kind.__name__}")
         return answer
 
-    def breach(self, link: Link, why: str) -> SamplesLost:
+    def breach(self, link: WorkerLink, why: str) -> SamplesLost:
         """Lose a worker that said what cannot be; return the error of who asked it."""
         if link.alive:
             self.refusals.add(f"{link.name}: {why}")
@@ -180,20 +180,20 @@ class Links:
             self._lose(link, why)
         return SamplesLost(f"{link.name} is lost: {why}")
 
-    def asked(self, link: Link, order: Call) -> asyncio.Future[Answer]:
+    def asked(self, link: WorkerLink, order: Call) -> asyncio.Future[Answer]:
         """Send an order; its answer comes later."""
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         link.calls[order.call] = future
         self.send(link, order)
         return future
 
-    def send(self, link: Link, order: Order) -> None:
+    def send(self, link: WorkerLink, order: Order) -> None:
         """Send an order, in one message with all others of this turn of the event loop."""
         if not link.outbox:
             asyncio.get_running_loop().call_soon(self._flush, link)
         link.outbox.append(encode(order))
 
-    def _flush(self, link: Link) -> None:
+    def _flush(self, link: WorkerLink) -> None:
         frames, link.outbox = link.outbox, []
         if not frames or not link.alive or self._socket.closed:
             return
@@ -254,25 +254,25 @@ class Links:
             else:
                 self.breach(link, str(error))
             return
-        if whole is not None and link is None and isinstance(answer, Hello):
+        if whole is not None and link is None and isinstance(answer, WorkerHello):
             self._join(identity, answer, whole)
         elif link is None:
             self.refusals.add("an answer of no data worker")
-        elif isinstance(answer, Hello):
+        elif isinstance(answer, WorkerHello):
             self.breach(link, "it said hello twice")
         else:
             self._take(link, answer)
 
-    def _join(self, identity: bytes, hello: Hello, whole: zmq.Frame) -> None:
+    def _join(self, identity: bytes, hello: WorkerHello, whole: zmq.Frame) -> None:
         fault = self._hello_fault(identity, hello)
         if fault is not None:
             self.refusals.add(fault)
             return
-        link = self._links[identity] = Link(hello.index, identity, hello.address)
+        link = self._links[identity] = WorkerLink(hello.index, identity, hello.address)
         self._gate.name(whole, identity)
         self._joined(link)
 
-    def _hello_fault(self, identity: bytes, hello: Hello) -> str | None:
+    def _hello_fault(self, identity: bytes, hello: WorkerHello) -> str | None:
         if self._gate.has_named(identity):
             return "a data worker that is lost"
         alive = self.alive
@@ -283,7 +283,7 @@ class Links:
             fault = f"{hello.address} is another's address"
         return fault and f"data worker {hello.index}: {fault}"
 
-    def _take(self, link: Link, answer: Answered) -> None:
+    def _take(self, link: WorkerLink, answer: Answered) -> None:
         if answer.call in link.ended:
             link.ended.remove(answer.call)
             return
@@ -293,7 +293,7 @@ class Links:
             return
         if future.done():
             return
-        if isinstance(answer, Failed):
+        if isinstance(answer, CallFailed):
             future.set_exception(as_error(answer))
         else:
             future.set_result(answer)
@@ -304,7 +304,7 @@ class Links:
             self._gate.look()
             self._drain()
 
-    def _lose(self, link: Link, why: str) -> None:
+    def _lose(self, link: WorkerLink, why: str) -> None:
         if not link.alive:
             return
         link.alive = False

@@ -36,7 +36,7 @@ class Generate(_Message, frozen=True):
     request: msgspec.Raw
 
 
-class Judge(_Message, frozen=True):
+class JudgeCall(_Message, frozen=True):
     """Asks for the reward of what is held under `key`. task: a name, or that of data.task."""
 
     call: int
@@ -45,7 +45,7 @@ class Judge(_Message, frozen=True):
     answer: RightAnswer
 
 
-class Score(_Message, frozen=True):
+class ScoreCall(_Message, frozen=True):
     """Asks for a teacher's scores of what is held under `key`. teacher_vocab_size: its ids."""
 
     call: int
@@ -85,7 +85,7 @@ class Close(_Message, frozen=True):
     """Ends the worker."""
 
 
-class Hello(_Message, frozen=True):
+class WorkerHello(_Message, frozen=True):
     """Says that a worker is ready. address: where learner ranks ask it for samples."""
 
     index: int
@@ -104,14 +104,14 @@ class Generated(_Message, frozen=True):
     finish_reason: FinishReason
 
 
-class Judged(_Message, frozen=True):
+class JudgedCall(_Message, frozen=True):
     """Answers Judge. reward: in [0, 1]; None, which the controller refuses, without a verifier."""
 
     call: int
     reward: float | None
 
 
-class Scored(_Message, frozen=True):
+class ScoredCall(_Message, frozen=True):
     """Answers Score: what is held now is a scored sample. ids: more, where the teacher selects."""
 
     call: int
@@ -128,14 +128,14 @@ class Looked(_Message, frozen=True):
     waiting: list[str]
 
 
-class Whole(_Message, frozen=True):
+class WholeCall(_Message, frozen=True):
     """Answers Fetch: a snapshot.Member, encoded; its prompt holds nothing but tokens."""
 
     call: int
     member: bytes
 
 
-class Failed(_Message, frozen=True):
+class CallFailed(_Message, frozen=True):
     """Says why a call has no answer. kind and the rest: see data_workers/faults.py."""
 
     call: int
@@ -145,12 +145,12 @@ class Failed(_Message, frozen=True):
     status: int = 0
 
 
-Order = Generate | Judge | Score | Look | Fetch | Release | Cancel | Close
-Call = Generate | Judge | Score | Look | Fetch
+Order = Generate | JudgeCall | ScoreCall | Look | Fetch | Release | Cancel | Close
+Call = Generate | JudgeCall | ScoreCall | Look | Fetch
 """An order that has an answer."""
-Answered = Generated | Judged | Scored | Looked | Whole | Failed
+Answered = Generated | JudgedCall | ScoredCall | Looked | WholeCall | CallFailed
 """An answer to a call."""
-Answer = Hello | Answered
+Answer = WorkerHello | Answered
 
 _ENCODER = msgspec.msgpack.Encoder()
 _ORDERS = msgspec.msgpack.Decoder(Order)

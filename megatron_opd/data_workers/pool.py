@@ -27,20 +27,20 @@ from megatron_opd.data_workers.checks import (
     scored_fault,
 )
 from megatron_opd.data_workers.faults import WorkerFailed
-from megatron_opd.data_workers.links import Link, Links
+from megatron_opd.data_workers.links import Links, WorkerLink
 from megatron_opd.data_workers.messages import (
     Answer,
     Fetch,
     Generate,
     Generated,
-    Judge,
-    Judged,
+    JudgeCall,
+    JudgedCall,
     Look,
     Looked,
     Release,
-    Score,
-    Scored,
-    Whole,
+    ScoreCall,
+    ScoredCall,
+    WholeCall,
 )
 from megatron_opd.data_workers.requests import encode_request
 from megatron_opd.data_workers.whole import whole_fault, with_arrays
@@ -92,8 +92,8 @@ class WorkerPool:
     ) -> None:
         self._count, self._again = count, again
         self.links = Links(count, host, keys, max_bytes, self._joined, self._gone)
-        self._owners: dict[str, Link] = {}
-        self._held: dict[int, tuple[Link, str]] = {}
+        self._owners: dict[str, WorkerLink] = {}
+        self._held: dict[int, tuple[WorkerLink, str]] = {}
         self._asked_for: WeakSet[ServerClient] = WeakSet()
         """Servers of which workers are asked how far they are."""
         self._lost: set[int] = set()
@@ -181,8 +181,8 @@ class WorkerPool:
         VerifierFailed. SamplesLost.
         """
         link = self._holder(rollout)
-        order = Judge(next(self._numbers), rollout.key, task, answer)
-        reward = (await self.links.call(link, order, Judged, judged_fault)).reward
+        order = JudgeCall(next(self._numbers), rollout.key, task, answer)
+        reward = (await self.links.call(link, order, JudgedCall, judged_fault)).reward
         assert reward is not None, "that is a fault"
         return reward
 
@@ -195,7 +195,7 @@ class WorkerPool:
         """
         link, number = self._holder(rollout), next(self._numbers)
         rid = f"{ask.rid}-{number}."  # the server may still be busy with an earlier try
-        order = Score(
+        order = ScoreCall(
             number,
             client.endpoint,
             rollout.key,
@@ -203,7 +203,7 @@ class WorkerPool:
             teacher_vocab_size,
         )
         fault = partial(scored_fault, rollout, ask)
-        work = self.links.call(link, order, Scored, fault)
+        work = self.links.call(link, order, ScoredCall, fault)
         answer = await self._deadlines(client).within(rid, work)
         if (answer.ids, answer.size) != (rollout.num_ids, rollout.cache):  # the teacher selected
             rollout = msgspec.structs.replace(rollout, num_ids=answer.ids, cache=answer.size)
@@ -239,10 +239,10 @@ class WorkerPool:
         return asyncio.ensure_future(self._filled(found, link, asked))
 
     async def _filled(
-        self, found: HeldRollout | HeldSample, link: Link, asked: asyncio.Future[Answer]
+        self, found: HeldRollout | HeldSample, link: WorkerLink, asked: asyncio.Future[Answer]
     ) -> Rollout | Sample:
         """Return what a worker sends. SamplesLost: it is not what it said, or nothing."""
-        answer = self.links.expected(link, await asked, Whole)
+        answer = self.links.expected(link, await asked, WholeCall)
         try:
             member = decode_member(answer.member)
             fault = whole_fault(found, member)
@@ -290,7 +290,7 @@ class WorkerPool:
 
     def release(self, uids: Iterable[int]) -> None:
         """Let go of what is held for these prompts."""
-        by_link: dict[Link, list[str]] = {}
+        by_link: dict[WorkerLink, list[str]] = {}
         for uid in uids:
             link, key = self._held.pop(uid, (None, ""))
             if link is not None and link.alive:
@@ -312,14 +312,14 @@ class WorkerPool:
 
     # ------------------------------------------------------------ who is there
 
-    def _joined(self, link: Link) -> None:
+    def _joined(self, link: WorkerLink) -> None:
         self._coming.discard(link.index)
         self._owners.clear()  # servers are shared out anew
         for other in self.links.alive:
             other.servers = 0
         self._change()
 
-    def _gone(self, link: Link, why: str) -> None:
+    def _gone(self, link: WorkerLink, why: str) -> None:
         self.workers_lost += 1
         held = {uid for uid, (holder, _) in self._held.items() if holder is link}
         self._lost |= held
@@ -337,7 +337,7 @@ class WorkerPool:
         )
         self._change()
 
-    async def _owner(self, url: str) -> Link:
+    async def _owner(self, url: str) -> WorkerLink:
         """Return the worker that asks the server at `url`; waits until there is one."""
         while url not in self._owners:
             alive = self.links.alive
@@ -366,7 +366,7 @@ class WorkerPool:
             raise ServerUnreachable(client.url, "progress", str(error), sent=True) from None
         return Progress(answer.tokens, frozenset(answer.waiting))
 
-    def _holder(self, rollout: HeldRollout) -> Link:
+    def _holder(self, rollout: HeldRollout) -> WorkerLink:
         link, key = self._held.get(rollout.prompt.uid, (None, ""))
         if link is None or not link.alive or key != rollout.key:
             raise SamplesLost(f"{rollout.worker} is lost")

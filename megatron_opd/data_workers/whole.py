@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_opd.batching.checks import check_batch
 from megatron_opd.batching.rank_batch import rank_batch
-from megatron_opd.controller.snapshot import Member
+from megatron_opd.controller.snapshot import GroupMember
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.types import HeldRollout, HeldSample, Rollout, Sample
 from megatron_opd.rollout.scores import unscored
@@ -21,7 +21,7 @@ CLOSE = 1e-9
 """Relative distance of a mean over the same numbers on another machine."""
 
 
-def whole_fault(found: HeldRollout | HeldSample, member: Member) -> str | None:
+def whole_fault(found: HeldRollout | HeldSample, member: GroupMember) -> str | None:
     """Return in one line why these are not the arrays of what a worker holds, or None."""
     held = found.rollout if isinstance(found, HeldSample) else found
     shape = found.shape if isinstance(found, HeldSample) else None
@@ -63,7 +63,7 @@ def whole_fault(found: HeldRollout | HeldSample, member: Member) -> str | None:
     return None
 
 
-def with_arrays(found: HeldRollout | HeldSample, member: Member) -> Rollout | Sample:
+def with_arrays(found: HeldRollout | HeldSample, member: GroupMember) -> Rollout | Sample:
     """Return what a worker holds, with what the controller knows of it."""
     held = found.rollout if isinstance(found, HeldSample) else found
     arrays = member.rollout if member.sample is None else member.sample.rollout

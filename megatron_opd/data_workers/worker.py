@@ -16,7 +16,7 @@ from typing import Any
 import zmq
 import zmq.asyncio
 
-from megatron_opd.data.judge import Judge as AnswerJudge
+from megatron_opd.data.judge import Judge
 from megatron_opd.data_workers.faults import failed
 from megatron_opd.data_workers.giving import Giving
 from megatron_opd.data_workers.holding import Holding
@@ -28,13 +28,13 @@ from megatron_opd.data_workers.messages import (
     Close,
     Fetch,
     Generate,
-    Hello,
-    Judge,
+    JudgeCall,
     Look,
     Order,
     Release,
-    Score,
-    Whole,
+    ScoreCall,
+    WholeCall,
+    WorkerHello,
     decode_order,
     encode,
 )
@@ -67,7 +67,7 @@ class Worker:
         index: int,
         host: str,
         keys: RankKeys,
-        judge: AnswerJudge | None,
+        judge: Judge | None,
         draws: int,
     ) -> None:
         self._index = index
@@ -88,7 +88,7 @@ class Worker:
 
     async def run(self) -> None:
         """Execute orders until Close. ControllerGone: the connection to the controller ended."""
-        await self._send(Hello(self._index, self._giving.address))
+        await self._send(WorkerHello(self._index, self._giving.address))
         watch = asyncio.create_task(self._disconnected(), name="controller")
         serving = asyncio.create_task(self._serve(), name="orders")
         giving = asyncio.create_task(self._giving.serve(), name="samples")
@@ -144,7 +144,7 @@ class Worker:
     async def _disconnected(self) -> None:
         await self._monitor.recv_multipart()
 
-    def _begin(self, order: Generate | Judge | Score | Look) -> None:
+    def _begin(self, order: Generate | JudgeCall | ScoreCall | Look) -> None:
         task = asyncio.create_task(self._answer(order))
         self._calls[order.call] = task
         task.add_done_callback(lambda _: self._calls.pop(order.call))
@@ -160,17 +160,17 @@ class Worker:
         match order:
             case Generate():
                 return self._holding.generate(order)
-            case Judge():
+            case JudgeCall():
                 return self._holding.judge(order)
-            case Score():
+            case ScoreCall():
                 return self._holding.score(order)
             case Look():
                 return self._holding.look(order)
             case Fetch():
                 return self._fetch(order)
 
-    async def _fetch(self, order: Fetch) -> Whole:
-        return Whole(order.call, self._holding.encoded(order.key))
+    async def _fetch(self, order: Fetch) -> WholeCall:
+        return WholeCall(order.call, self._holding.encoded(order.key))
 
     async def _send(self, answer: Answer) -> None:
         await self._orders.send(encode(answer))

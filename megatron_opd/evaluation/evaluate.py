@@ -24,7 +24,7 @@ from megatron_opd.evaluation.measure import (
 from megatron_opd.evaluation.ports import EvaluatedSet
 from megatron_opd.evaluation.sets import evaluated_sets
 from megatron_opd.fleet.clients import make_fleet
-from megatron_opd.fleet.ends import Ends
+from megatron_opd.fleet.ends import FirstCause
 from megatron_opd.inputs.models import check_ends, ends_of, read_model
 from megatron_opd.inputs.prepare import make_verifiers, prepare
 from megatron_opd.inputs.rendering import template_of_run
@@ -106,7 +106,7 @@ async def _ask(
     found: Found,
 ) -> None:
     config, processes = questions.config, Processes([server], None)
-    ends = Ends(processes.watched)
+    ends = FirstCause(processes.watched)
     fleet = make_fleet(config.student, [server.spec.url], api_key)
 
     async def perform() -> None:

@@ -122,7 +122,7 @@ def clock_of(record: Path) -> datetime | None:
         return None  # Record says what is wrong with it
 
 
-class Record:
+class EvaluationRecord:
     """Holds the rows of --out. Raises UserError for a file that answers another question."""
 
     def __init__(self, path: Path, question: Mapping[str, Any]) -> None:
@@ -169,7 +169,7 @@ def evaluate_checkpoints(
         check_plot(plot)
     checkpoints = checkpoints_of(paths)
     questions = questions_of(config, clock_of(out))
-    record = Record(out, asked(questions))
+    record = EvaluationRecord(out, asked(questions))
     for checkpoint in checkpoints:
         _evaluate(questions, checkpoint, record, console)
     wanted = {str(checkpoint.path) for checkpoint in checkpoints}
@@ -183,7 +183,7 @@ def evaluate_checkpoints(
 
 
 def _evaluate(
-    questions: Questions, checkpoint: Checkpoint, record: Record, console: Console
+    questions: Questions, checkpoint: Checkpoint, record: EvaluationRecord, console: Console
 ) -> None:
     """Evaluate a checkpoint on the sets that the record lacks. RunFailed."""
     missing = {n: each for n, each in questions.sets.items() if record.lacks(checkpoint, n)}

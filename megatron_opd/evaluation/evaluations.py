@@ -25,7 +25,7 @@ from megatron_opd.evaluation.measure import (
     evaluate,
 )
 from megatron_opd.evaluation.ports import EvaluatedSet, Surroundings
-from megatron_opd.evaluation.progress import Evaluated, Progress, best_of, without_gain
+from megatron_opd.evaluation.progress import Evaluated, EvaluationProgress, best_of, without_gain
 from sglang_bridge.errors import one_line
 
 
@@ -92,13 +92,13 @@ class Evaluations:
         best = None if name is None else self.best(name)
         return frozenset(self._pending) | (frozenset() if best is None else {best.update})
 
-    def progress(self) -> Progress:
+    def progress(self) -> EvaluationProgress:
         """Return what a checkpoint keeps."""
-        return Progress(
+        return EvaluationProgress(
             self.rows, tuple(self._pending), self.skipped, self.failed, dict(self._teachers)
         )
 
-    def restore(self, progress: Progress) -> None:
+    def restore(self, progress: EvaluationProgress) -> None:
         """Continue from what a checkpoint kept; nothing may be running."""
         assert self._task is None, "an evaluation is running"
         self._rows, self._pending = list(progress.rows), list(progress.pending)

@@ -92,7 +92,7 @@ def _number(value: Any) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class EvaluationProgress:
     """Holds all that is known of a run's evaluations.
 
     rows: of the student, in the order in which they ended. pending: updates whose evaluation is due
@@ -120,13 +120,13 @@ class Progress:
         }
 
 
-def progress_from(kept: Mapping[str, Any]) -> Progress:
+def progress_from(kept: Mapping[str, Any]) -> EvaluationProgress:
     """Return what a checkpoint kept. ValueError: it is damaged."""
     try:
         counts = [kept["skipped"], kept["failed"], *kept["pending"]]
         if not all(type(n) is int and n >= 0 for n in counts):
             raise ValueError(f"counts must be whole numbers, got {counts!r}")
-        return Progress(
+        return EvaluationProgress(
             rows=tuple(evaluated_from(row) for row in kept["rows"]),
             pending=tuple(kept["pending"]),
             skipped=kept["skipped"],

@@ -42,7 +42,7 @@ FORESEEN = (
 """Errors that a user can read as they are."""
 
 
-class Ends:
+class FirstCause:
     """Keeps the first cause of a command's end.
 
     watched: returns every process whose end nobody has asked for, as it is now.

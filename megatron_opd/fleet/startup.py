@@ -17,7 +17,7 @@ from megatron_opd.fleet.guards import RunGuard
 from megatron_opd.inputs.models import check_ends
 from megatron_opd.inputs.notes import served_gaps
 from megatron_opd.launch.health import HealthGuard
-from megatron_opd.launch.joining import Part, all_of, answers
+from megatron_opd.launch.joining import StartingPart, all_of, answers
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.transport.remote_learner import LearnerError, RemoteLearner
 from sglang_bridge.client import ServerClient
@@ -29,12 +29,12 @@ from sglang_bridge.protocol import ServerInfo
 async def all_up(
     remote: RemoteLearner,
     startup_s: float,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, StartingPart],
     say: Callable[[str], None],
 ) -> None:
     """Wait for the learner and `parts`, each of which is watched once it is there."""
     watch = RunGuard(HealthGuard, remote).watch
-    learner = Part(remote.wait_ready(startup_s), watch)
+    learner = StartingPart(remote.wait_ready(startup_s), watch)
     try:
         await all_of({**parts, "the learner": learner}, say)
     except LearnerError as error:

@@ -16,10 +16,10 @@ import numpy as np
 
 from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.config.schema import Config
-from megatron_opd.controller.snapshot import ControllerState, Member
+from megatron_opd.controller.snapshot import ControllerState, GroupMember
 from megatron_opd.data.drawn import DrawnPrompts
 from megatron_opd.data.epochs import Epochs, Stretch
-from megatron_opd.data.file_sums import Difference, Part, sums_of
+from megatron_opd.data.file_sums import FileDifference, FilePart, sums_of
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.errors import UserError
 from megatron_opd.records.types import NO_ROW, Prompt, Rollout
@@ -45,7 +45,7 @@ class Shape(msgspec.Struct, frozen=True):
 class KeptData(msgspec.Struct, frozen=True):
     """Holds what a checkpoint knows of data.train. sums: of the files of each of its paths."""
 
-    sums: tuple[tuple[Part, ...], ...]
+    sums: tuple[tuple[FilePart, ...], ...]
     shape: Shape
 
 
@@ -59,12 +59,12 @@ class Begun:
 
     state: ControllerState
     kept: KeptData
-    sums: tuple[tuple[Part, ...], ...]
-    differences: tuple[Difference, ...]
+    sums: tuple[tuple[FilePart, ...], ...]
+    differences: tuple[FileDifference, ...]
     accepted: bool
 
 
-def data_now(config: Config) -> tuple[tuple[Part, ...], ...]:
+def data_now(config: Config) -> tuple[tuple[FilePart, ...], ...]:
     """Return the sums of the files of data.train. ValueError: they cannot be read."""
     return tuple(sums_of(file.path)[0] for file in config.data.train)
 
@@ -99,14 +99,14 @@ def _rising(epochs: Sequence[Stretch]) -> bool:
 
 def compared(
     config: Config, kept: KeptData
-) -> tuple[tuple[tuple[Part, ...], ...], tuple[Difference, ...]]:
+) -> tuple[tuple[tuple[FilePart, ...], ...], tuple[FileDifference, ...]]:
     """Return the sums of data.train now, and how each file differs from what was kept.
 
     Other files than those of the checkpoint count as changed. ValueError: they cannot be read.
     """
     files = config.data.train
     if len(files) != len(kept.sums):
-        return data_now(config), (Difference.CHANGED,) * len(files)
+        return data_now(config), (FileDifference.CHANGED,) * len(files)
     found = [sums_of(file.path, old) for file, old in zip(files, kept.sums, strict=True)]
     return tuple(sums for sums, _ in found), tuple(each for _, each in found)
 
@@ -145,10 +145,10 @@ def shape_after(
     changed = [
         file.path
         for file, each in zip(config.data.train, differences, strict=True)
-        if each is Difference.CHANGED
+        if each is FileDifference.CHANGED
     ]
     names = ", ".join(map(str, changed))
-    if changed and not begun.accepted and Difference.GROWN in begun.differences:
+    if changed and not begun.accepted and FileDifference.GROWN in begun.differences:
         raise UserError(
             f"--resume: {TRAIN_KEY} {names} has more rows than at the checkpoint, but the old ones "
             f"are other prompts; to continue: --accept-changes {TRAIN_KEY} ({COST})"
@@ -202,19 +202,19 @@ def reads_by_row(train: Sequence[PromptSet]) -> bool:
     return any(each.drawn is not None for each in train)
 
 
-def _difference(files: Difference, before: int, now: int) -> Difference:
+def _difference(files: FileDifference, before: int, now: int) -> FileDifference:
     """Return what became of the prompts of a path, by its files and their count."""
-    if files is Difference.NONE and before != now:  # by another key, which was accepted
-        return Difference.CHANGED
-    return Difference.CHANGED if files is Difference.GROWN and now < before else files
+    if files is FileDifference.NONE and before != now:  # by another key, which was accepted
+        return FileDifference.CHANGED
+    return FileDifference.CHANGED if files is FileDifference.GROWN and now < before else files
 
 
 def _epochs(
-    epochs: Epochs, difference: Difference, drawn: int, prompts: int
+    epochs: Epochs, difference: FileDifference, drawn: int, prompts: int
 ) -> tuple[Stretch, ...]:
-    if difference is Difference.NONE:
+    if difference is FileDifference.NONE:
         return epochs.stretches
-    change = epochs.grown if difference is Difference.GROWN else epochs.changed
+    change = epochs.grown if difference is FileDifference.GROWN else epochs.changed
     return change(drawn, prompts).stretches
 
 
@@ -227,10 +227,10 @@ def _of_sources(config: Config, counts: Sequence[int]) -> list[int]:
     return [sum(counts)] if config.data.train[0].weight is None else list(counts)
 
 
-def _worst(config: Config, differences: Sequence[Difference]) -> list[Difference]:
+def _worst(config: Config, differences: Sequence[FileDifference]) -> list[FileDifference]:
     if config.data.train[0].weight is not None:
         return list(differences)
-    return [max(differences, key=list(Difference).index)]
+    return [max(differences, key=list(FileDifference).index)]
 
 
 def _without_rates(state: ControllerState, problems: int) -> ControllerState:
@@ -245,11 +245,11 @@ def _without_rates(state: ControllerState, problems: int) -> ControllerState:
     return msgspec.structs.replace(state, curriculum=rates, line=line)
 
 
-def _without_row(member: Member) -> Member:
+def _without_row(member: GroupMember) -> GroupMember:
     prompt = replace(member.asked, row=NO_ROW)
     if member.sample is not None:
         rollout: Rollout = replace(member.sample.rollout, prompt=prompt)
-        return Member(sample=replace(member.sample, rollout=rollout))
+        return GroupMember(sample=replace(member.sample, rollout=rollout))
     if member.rollout is not None:
-        return Member(rollout=replace(member.rollout, prompt=prompt))
-    return Member(prompt=prompt)
+        return GroupMember(rollout=replace(member.rollout, prompt=prompt))
+    return GroupMember(prompt=prompt)

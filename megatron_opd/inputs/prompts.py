@@ -10,9 +10,9 @@ from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.drawn import DrawnPrompts
 from megatron_opd.data.epochs import Stretch
-from megatron_opd.data.file_sums import Difference
+from megatron_opd.data.file_sums import FileDifference
 from megatron_opd.data.prompts import PromptSet
-from megatron_opd.data.stream import PromptSource, Source
+from megatron_opd.data.stream import MixedSource, PromptSource
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.prompt_order import (
     Begun,
@@ -37,7 +37,7 @@ OPTIONAL_KEYS = (
 
 def sources_of(
     config: Config, train: Sequence[PromptSet], shape: Shape | None = None
-) -> list[Source]:
+) -> list[MixedSource]:
     """Return what prompts are drawn from: each file with a weight, or all files as one.
 
     shape: of a run that went on with more or other prompts; None: it begins.
@@ -64,9 +64,9 @@ def _source(
     weight: float,
     epochs: tuple[Stretch, ...],
     sizes: tuple[int, ...],
-) -> Source:
+) -> MixedSource:
     expect = prompts.expect if isinstance(prompts, DrawnPrompts) else None
-    return Source(name, prompts, weight, epochs, sizes, expect)
+    return MixedSource(name, prompts, weight, epochs, sizes, expect)
 
 
 def prompt_source(
@@ -94,7 +94,7 @@ def by_row(begun: Begun | None) -> bool | None:
 
     A file that has grown since the run began is still read as it was.
     """
-    if begun is None or Difference.CHANGED in begun.differences:
+    if begun is None or FileDifference.CHANGED in begun.differences:
         return None
     return begun.kept.shape.by_row
 

@@ -14,7 +14,7 @@ from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import DataConfig
 from megatron_opd.data.marks import Marker
-from megatron_opd.data.messages import USER, Message
+from megatron_opd.data.messages import USER, ChatMessage
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.render import PROBES, Rendering, unread_kwargs
 from megatron_opd.data.spoken import apply_template
@@ -144,7 +144,9 @@ def _unopened(
     """Return a line if the template leaves it to the model to begin an answer."""
     eos: Any = tokenizer.eos_token
     try:
-        asked = apply_template(tokenizer, (Message(USER, PROBES[0]),), kwargs, clock, answer=True)
+        asked = apply_template(
+            tokenizer, (ChatMessage(USER, PROBES[0]),), kwargs, clock, answer=True
+        )
     except Exception:  # noqa: BLE001  rendering says why
         return []
     if not eos or not asked.rstrip().endswith(eos):

@@ -17,7 +17,7 @@ from megatron_opd.inputs.prepare import Prepared
 from megatron_opd.inputs.second_pass import second_pass
 from megatron_opd.inputs.weights import is_quantised
 from megatron_opd.metrics.teacher_health import TeacherWatch
-from megatron_opd.rollout.teacher_guard import TOKENS, Probe, ProbedServer, bound_nats, probe
+from megatron_opd.rollout.teacher_guard import TOKENS, ProbedServer, TeacherProbe, bound_nats, probe
 from sglang_bridge.errors import BadReply, one_line
 from sglang_bridge.protocol import ScoreRequest
 from sglang_bridge.retry import Backoff, retried
@@ -122,7 +122,9 @@ async def _compare(
     return lines
 
 
-def _verdicts(config: Config, role: str, found: Mapping[str, Probe], vocab_size: int) -> list[str]:
+def _verdicts(
+    config: Config, role: str, found: Mapping[str, TeacherProbe], vocab_size: int
+) -> list[str]:
     """Return a line for each bad server of a role, by url, and one for all the others."""
     lines: list[str] = []
     dtype = section_of(config, role).dtype

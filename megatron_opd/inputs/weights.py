@@ -10,7 +10,7 @@ from megatron_opd.checkpoint.hf_files import (
     INDEX,
     ITEM_BYTES,
     SINGLE,
-    Stored,
+    StoredTensor,
     check_complete,
     check_dtype,
     check_shape,
@@ -81,7 +81,7 @@ def check_weights(path: Path, key: str, spec: ModelSpec, *, trained: bool = Fals
         raise UserError(f"{key}: {error}") from None
 
 
-def _check_unscaled(tensors: Mapping[str, Stored], spec: ModelSpec, path: Path) -> None:
+def _check_unscaled(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: Path) -> None:
     """Raise ValueError for numbers that mean something only with scales, which are not there."""
     for name in expected_tensors(spec):
         stored = find(tensors, name)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron_opd.data_workers.pool import WorkerPool
 from megatron_opd.errors import UserError
-from megatron_opd.launch.handles import Learner
+from megatron_opd.launch.handles import LearnerHandle
 from megatron_opd.launch.launcher import CannotPlace
 from megatron_opd.launch.machines import Machines
 from megatron_opd.wire.keys import RunKeys
@@ -45,7 +45,7 @@ class DataWorkers:
         """What replaced a worker, and watches the new one until that is lost."""
         host = config.learner.listen_host
         self.pool = WorkerPool(self._count, host, keys, max_bytes, self._again)
-        self.processes: list[Learner] = []
+        self.processes: list[LearnerHandle] = []
 
     def start(self, config_file: Path) -> None:
         """Start all of them; call inside the event loop. config_file: the resolved one."""
@@ -113,6 +113,6 @@ class DataWorkers:
         self.pool.never_came(index)
 
 
-def _end_of(process: Learner) -> str:
+def _end_of(process: LearnerHandle) -> str:
     assert process.log is not None
     return f"the end of {process.log}:\n{last_lines(process.log)}"

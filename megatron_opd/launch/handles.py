@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 
-class Server(Protocol):
+class ServerHandle(Protocol):
     """Runs one SGLang server."""
 
     @property
@@ -49,12 +49,12 @@ class Server(Protocol):
         """End it and all that it started. Safe to repeat."""
         ...
 
-    def again(self) -> Server:
+    def again(self) -> ServerHandle:
         """Return one like this, not started, with a log of its own; maybe at another address."""
         ...
 
 
-class Learner(Protocol):
+class LearnerHandle(Protocol):
     """Runs the world of the learner's ranks."""
 
     @property
@@ -78,6 +78,6 @@ class Learner(Protocol):
         """End all ranks. Safe to repeat."""
         ...
 
-    def again(self) -> Learner:
+    def again(self) -> LearnerHandle:
         """Return a world like this, not started, with a log of its own; maybe on other nodes."""
         ...

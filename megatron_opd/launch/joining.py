@@ -37,7 +37,7 @@ async def answers(
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class StartingPart:
     """Describes a part that a run waits for.
 
     ready: returns once the part is there, and raises if it cannot be. watch: called after that;
@@ -53,7 +53,7 @@ async def there() -> None:
 
 
 async def all_of(
-    parts: Mapping[str, Part], say: Callable[[str], None], every_s: float = SAY_EVERY_S
+    parts: Mapping[str, StartingPart], say: Callable[[str], None], every_s: float = SAY_EVERY_S
 ) -> None:
     """Wait for all parts, by name, and say what is still missing every `every_s`.
 

@@ -40,7 +40,7 @@ class Need:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class NodePlace:
     """Describes where one process runs.
 
     host: the node's address on the cluster's network. port: free there when the place was reserved.
@@ -108,7 +108,7 @@ class Launcher(Protocol):
         """Returns how many GPUs the cluster has in all; 0: the run is on CPUs."""
         ...
 
-    def reserve(self, needs: Sequence[Need], say: Callable[[str], None]) -> tuple[Place, ...]:
+    def reserve(self, needs: Sequence[Need], say: Callable[[str], None]) -> tuple[NodePlace, ...]:
         """Return a place for each need, in their order, once the cluster has room for all of them.
 
         Says every 30 s what is missing. The places of one key are ordered by node, so that the
@@ -117,11 +117,11 @@ class Launcher(Protocol):
         """
         ...
 
-    def process(self, spec: ProcessSpec, place: Place) -> Process:
+    def process(self, spec: ProcessSpec, place: NodePlace) -> Process:
         """Return the process, not started, that runs at a reserved place."""
         ...
 
-    def replace(self, place: Place, say: Callable[[str], None]) -> Place:
+    def replace(self, place: NodePlace, say: Callable[[str], None]) -> NodePlace:
         """Return a place to start again what ran there: the same one, unless its node is lost.
 
         What ran there has been stopped. Waits for room as `reserve` does.

@@ -16,12 +16,12 @@ from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.config.roles import Role, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import UserError, checked
-from megatron_opd.launch.handles import Learner, Server
-from megatron_opd.launch.launcher import Launcher, Need, Place, ProcessSpec
+from megatron_opd.launch.handles import LearnerHandle, ServerHandle
+from megatron_opd.launch.launcher import Launcher, Need, NodePlace, ProcessSpec
 from megatron_opd.launch.learner_process import LearnerProcess, learner_command
 from megatron_opd.launch.parts import LEARNER, WORKERS
 from megatron_opd.launch.placing import parts_of, placement_here, with_backend
-from megatron_opd.launch.remote import RemoteLearner, RemoteServer
+from megatron_opd.launch.remote import RemoteLearnerProcess, RemoteServer
 from megatron_opd.launch.servers import log_name, server_processes
 from megatron_opd.launch.specs import (
     learner_needs,
@@ -66,19 +66,19 @@ class Machines(Protocol):
     starts: bool
     learner_here: bool
 
-    def servers(self, role: Role, logs: Path, api_key: str | None) -> Sequence[Server]:
+    def servers(self, role: Role, logs: Path, api_key: str | None) -> Sequence[ServerHandle]:
         """Return a role's servers, not started; none where the configuration names others."""
         ...
 
     def learner(
         self, config_file: Path, controller: str, keys: RankKeys, log: Path
-    ) -> Learner | None:
+    ) -> LearnerHandle | None:
         """Return the learner, not started, which joins `controller`; None: it starts elsewhere."""
         ...
 
     def worker(
         self, index: int, config_file: Path, controller: str, keys: RankKeys, log: Path
-    ) -> Learner:
+    ) -> LearnerHandle:
         """Return a data worker, not started, which joins `controller`."""
         ...
 
@@ -97,13 +97,13 @@ class Here:
         self._placement = placement_here(config, roles)
         self.config = with_backend(config, self._placement)
 
-    def servers(self, role: Role, logs: Path, api_key: str | None) -> Sequence[Server]:
+    def servers(self, role: Role, logs: Path, api_key: str | None) -> Sequence[ServerHandle]:
         """Return as Machines says."""
         return server_processes(self.config, role, logs, api_key, self._placement)
 
     def learner(
         self, config_file: Path, controller: str, keys: RankKeys, log: Path
-    ) -> Learner | None:
+    ) -> LearnerHandle | None:
         """Return as Machines says."""
         learner = self.config.learner
         command = learner_command(config_file, learner, ["--controller", controller])
@@ -112,7 +112,7 @@ class Here:
 
     def worker(
         self, index: int, config_file: Path, controller: str, keys: RankKeys, log: Path
-    ) -> Learner:
+    ) -> LearnerHandle:
         """Return as Machines says."""
         return worker_here(self.config, index, config_file, controller, keys, log)
 
@@ -142,26 +142,26 @@ class Elsewhere:
                 "cluster.type: external, got 0"
             )
 
-    def servers(self, role: Role, logs: Path, api_key: str | None) -> Sequence[Server]:
+    def servers(self, role: Role, logs: Path, api_key: str | None) -> Sequence[ServerHandle]:
         """Return none: they are started elsewhere."""
         return ()
 
     def learner(
         self, config_file: Path, controller: str, keys: RankKeys, log: Path
-    ) -> Learner | None:
+    ) -> LearnerHandle | None:
         """Return none: it is started elsewhere."""
         return None
 
     def worker(
         self, index: int, config_file: Path, controller: str, keys: RankKeys, log: Path
-    ) -> Learner:
+    ) -> LearnerHandle:
         """Return as Machines says: on this machine."""
         return worker_here(self.config, index, config_file, controller, keys, log)
 
 
 def worker_here(
     config: Config, index: int, config_file: Path, controller: str, keys: RankKeys, log: Path
-) -> Learner:
+) -> LearnerHandle:
     """Return a data worker on this machine, not started."""
     arguments = worker_arguments(config_file, index, config.learner.listen_host, controller)
     return LearnerProcess([sys.executable, *arguments], log, WORKER_THREADS, keys)
@@ -176,19 +176,19 @@ class Launched:
         self._launcher, self._say = launcher, say
         needs = checked(lambda: needs_of(config, roles, gpus=launcher.gpus > 0))
         places = checked(lambda: launcher.reserve(needs, say))
-        self._places: Mapping[str, list[Place]] = {
+        self._places: Mapping[str, list[NodePlace]] = {
             key: [place for place in places if place.need.key == key]
             for key in (LEARNER, WORKERS, *roles)
         }
         self.config = _reached_at(config, launcher.host)
 
-    def servers(self, role: Role, logs: Path, api_key: str | None) -> Sequence[Server]:
+    def servers(self, role: Role, logs: Path, api_key: str | None) -> Sequence[ServerHandle]:
         """Return as Machines says."""
         config, section = self.config, section_of(self.config, role)
         file, env = RunDir(config.run.dir).resolved_config.absolute(), config.cluster.env
         given = None if section.api_key_env is not None else api_key
 
-        def make(place: Place, log: Path) -> ProcessSpec:
+        def make(place: NodePlace, log: Path) -> ProcessSpec:
             return server_spec(file, role, place, log, given, env)
 
         return [
@@ -205,29 +205,29 @@ class Launched:
 
     def learner(
         self, config_file: Path, controller: str, keys: RankKeys, log: Path
-    ) -> Learner | None:
+    ) -> LearnerHandle | None:
         """Return as Machines says."""
         config = self.config
         env = {**config.cluster.env, RANK_VARIABLE: keys.text()}
 
-        def make(places: Sequence[Place], log: Path) -> Sequence[ProcessSpec]:
+        def make(places: Sequence[NodePlace], log: Path) -> Sequence[ProcessSpec]:
             return learner_specs(
                 config_file.absolute(), config.learner, places, controller, log, env
             )
 
-        return RemoteLearner(self._launcher, self._places[LEARNER], make, log, self._say)
+        return RemoteLearnerProcess(self._launcher, self._places[LEARNER], make, log, self._say)
 
     def worker(
         self, index: int, config_file: Path, controller: str, keys: RankKeys, log: Path
-    ) -> Learner:
+    ) -> LearnerHandle:
         """Return as Machines says."""
         env = {**self.config.cluster.env, RANK_VARIABLE: keys.text()}
 
-        def make(places: Sequence[Place], log: Path) -> Sequence[ProcessSpec]:
+        def make(places: Sequence[NodePlace], log: Path) -> Sequence[ProcessSpec]:
             return [worker_spec(config_file.absolute(), places[0], controller, log, env)]
 
         place = self._places[WORKERS][index]
-        return RemoteLearner(self._launcher, [place], make, log, self._say)
+        return RemoteLearnerProcess(self._launcher, [place], make, log, self._say)
 
     @property
     def line(self) -> str | None:
@@ -281,5 +281,5 @@ def _reached_at(config: Config, host: str) -> Config:
     return config.model_copy(update={"learner": learner.model_copy(update={"listen_host": host})})
 
 
-def _with_port(place: Place, base_port: int) -> Place:
+def _with_port(place: NodePlace, base_port: int) -> NodePlace:
     return replace(place, port=base_port + place.need.index) if base_port else place

@@ -28,7 +28,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class NodeSpot:
     """Describes where one process is: the node's name, and its GPUs as indices; none: it uses none.
 
     What CUDA calls them is known on the node alone (step.py).
@@ -38,7 +38,7 @@ class Spot:
     gpus: Gpus
 
 
-def lay_out(needs: Sequence[Need], nodes: Sequence[Node]) -> tuple[Spot, ...]:
+def lay_out(needs: Sequence[Need], nodes: Sequence[Node]) -> tuple[NodeSpot, ...]:
     """Return a spot for each need, in their order. CannotPlace: there is no room for all of them.
 
     The learner comes first, then the student, then teachers, on nodes without either where there
@@ -111,9 +111,9 @@ class _Rows:
 
 def _placed(
     needs: Sequence[Need], order: Sequence[Sequence[int]], rows: _Rows, *, apart: bool
-) -> dict[int, Spot] | None:
+) -> dict[int, NodeSpot] | None:
     """Return the spot of each need by its position, or None where this way finds no room."""
-    found: dict[int, Spot] = {}
+    found: dict[int, NodeSpot] = {}
     others: set[int] = set()  # nodes of sections that are no teachers
     for group in order:
         sizes = [needs[i].gpus for i in group]
@@ -123,7 +123,7 @@ def _placed(
         if taken is None:
             return None
         others.update(row for row, _ in taken if not teacher)
-        spots = (Spot(rows.nodes[row].name, gpus) for row, gpus in taken)
+        spots = (NodeSpot(rows.nodes[row].name, gpus) for row, gpus in taken)
         found.update(zip(group, spots, strict=True))
     return found
 

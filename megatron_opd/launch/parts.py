@@ -14,7 +14,7 @@ Gpus = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class GpuPart:
     """Describes the processes of one section of the configuration.
 
     key: the section's. groups: servers; the learner's world is one group. size: GPUs of a group.
@@ -39,7 +39,7 @@ class Part:
         return tuple(gpus[start : start + size] for start in range(0, len(gpus), size))
 
 
-def learner_part(learner: LearnerConfig) -> Part:
+def learner_part(learner: LearnerConfig) -> GpuPart:
     """Return the learner's world on one node. ValueError: learner.gpus is not a GPU for a rank."""
     ranks = learner.parallel.world_size
     if learner.gpus is not None and len(learner.gpus) != ranks:
@@ -47,19 +47,21 @@ def learner_part(learner: LearnerConfig) -> Part:
             f"learner.gpus must name a GPU for each of the {ranks} ranks of learner.parallel, got "
             f"{len(learner.gpus)}: {list(learner.gpus)}"
         )
-    return Part(LEARNER, 1, ranks, "ranks", learner.gpus)
+    return GpuPart(LEARNER, 1, ranks, "ranks", learner.gpus)
 
 
-def server_parts(sections: Mapping[str, ServerConfig]) -> tuple[Part, ...]:
+def server_parts(sections: Mapping[str, ServerConfig]) -> tuple[GpuPart, ...]:
     """Return the servers of each role, by its key, that are not started elsewhere."""
     return tuple(
-        Part(key, section.servers, section.tp, f"{section.servers} x tp {section.tp}", section.gpus)
+        GpuPart(
+            key, section.servers, section.tp, f"{section.servers} x tp {section.tp}", section.gpus
+        )
         for key, section in sections.items()
         if not section.urls
     )
 
 
-def gpus_needed(parts: Iterable[Part], in_turn: Collection[str] = ()) -> int:
+def gpus_needed(parts: Iterable[GpuPart], in_turn: Collection[str] = ()) -> int:
     """Return the GPUs of the smallest node that holds these parts without sharing.
 
     in_turn: the keys of parts that may lie on the same GPUs.
@@ -71,7 +73,7 @@ def gpus_needed(parts: Iterable[Part], in_turn: Collection[str] = ()) -> int:
     return max(max(map(_held, turns)), max(named, default=-1) + 1)
 
 
-def _held(parts: Sequence[Part]) -> int:
+def _held(parts: Sequence[GpuPart]) -> int:
     """Count the GPUs that parts take which share none."""
     named = {gpu for part in parts for gpu in part.gpus or ()}
     return len(named) + sum(part.total for part in parts if part.gpus is None)

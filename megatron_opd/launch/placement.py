@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_opd.launch.parts import LEARNER, Gpus, Part, gpus_needed
+from megatron_opd.launch.parts import LEARNER, GpuPart, Gpus, gpus_needed
 from megatron_opd.launch.windows import LAYOUTS, Layout, least_used
 
 
@@ -63,7 +63,7 @@ def gpu_text(gpus: Gpus) -> str:
 
 
 def place(
-    parts: Sequence[Part],
+    parts: Sequence[GpuPart],
     names: Sequence[str],
     *,
     share: bool = False,
@@ -89,7 +89,7 @@ def place(
     raise ValueError(_too_few(parts, num_gpus, share=share, in_turn=in_turn))
 
 
-def place_server(part: Part, index: int, names: Sequence[str]) -> tuple[str, ...] | None:
+def place_server(part: GpuPart, index: int, names: Sequence[str]) -> tuple[str, ...] | None:
     """Return what CUDA calls the GPUs of a server that is started alone; None: there is no GPU.
 
     These are the ones that its section names for it; otherwise the node's GPUs are dealt out in
@@ -112,7 +112,7 @@ def place_server(part: Part, index: int, names: Sequence[str]) -> tuple[str, ...
     return tuple(names[first : first + part.size])
 
 
-def _check_named(part: Part, num_gpus: int) -> None:
+def _check_named(part: GpuPart, num_gpus: int) -> None:
     """Raise ValueError when a part names a GPU that the node does not have."""
     beyond = [gpu for gpu in part.gpus or () if gpu >= num_gpus]
     if beyond and num_gpus == 0:
@@ -128,7 +128,7 @@ def _check_named(part: Part, num_gpus: int) -> None:
 
 
 def _laid_out(
-    parts: Sequence[Part], num_gpus: int, layout: Layout, in_turn: Collection[str]
+    parts: Sequence[GpuPart], num_gpus: int, layout: Layout, in_turn: Collection[str]
 ) -> dict[str, tuple[Gpus, ...]] | None:
     """Return the GPUs of every group, or None where this way of laying out finds no room."""
     held = {part.key: list(part.named) for part in parts}
@@ -151,7 +151,7 @@ def _laid_out(
 
 
 def _too_few(
-    parts: Sequence[Part], num_gpus: int, *, share: bool, in_turn: Collection[str] = ()
+    parts: Sequence[GpuPart], num_gpus: int, *, share: bool, in_turn: Collection[str] = ()
 ) -> str:
     needs = ", ".join(f"{part.key} {part.total} ({part.count})" for part in parts)
     if share:

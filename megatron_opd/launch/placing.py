@@ -8,14 +8,14 @@ from megatron_opd.config.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import UserError, checked
 from megatron_opd.launch.gpus import gpus_here
-from megatron_opd.launch.parts import LEARNER, Part, learner_part, server_parts
+from megatron_opd.launch.parts import LEARNER, GpuPart, learner_part, server_parts
 from megatron_opd.launch.placement import Placement, place, place_server
 
 NCCL_MAY_CARRY = ("shards",)
 """Weight transports of ours that use NCCL where they can."""
 
 
-def parts_of(config: Config, roles: Sequence[Role]) -> tuple[Part, ...]:
+def parts_of(config: Config, roles: Sequence[Role]) -> tuple[GpuPart, ...]:
     """Return the learner and the servers of these roles. Raises UserError."""
     sections = {role: section_of(config, role) for role in roles}
     return checked(lambda: (learner_part(config.learner), *server_parts(sections)))

@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron_opd.errors import UserError
-from megatron_opd.launch.handles import Learner, Server
+from megatron_opd.launch.handles import LearnerHandle, ServerHandle
 from megatron_opd.launch.health import HealthGuard, WatchedProcess
-from megatron_opd.launch.joining import Part, there
+from megatron_opd.launch.joining import StartingPart, there
 from megatron_opd.launch.launcher import CannotPlace
 from sglang_bridge.errors import PortInUse, ServerDied, exit_text
 from sglang_bridge.lifetime import EXIT_LOST
@@ -25,7 +25,7 @@ POLL_S = 0.2
 class Processes:
     """Starts, watches and stops the servers and the learner world of one run."""
 
-    def __init__(self, servers: Sequence[Server], learner: Learner | None) -> None:
+    def __init__(self, servers: Sequence[ServerHandle], learner: LearnerHandle | None) -> None:
         self.servers = tuple(servers)
         self.learner = learner
         self._stopping = False
@@ -41,17 +41,19 @@ class Processes:
         if self.learner is not None:
             self.learner.start()
 
-    def parts(self, timeout_s: float) -> dict[str, Part]:
+    def parts(self, timeout_s: float) -> dict[str, StartingPart]:
         """Return what start-up waits for, by name: every server, and the learner's process.
 
         Each server has `timeout_s`. UserError, with the log's end, for what ends before it is up.
         """
         parts = {
-            server.name: Part(_ready(server, timeout_s), HealthGuard([_watched(server)]).watch)
+            server.name: StartingPart(
+                _ready(server, timeout_s), HealthGuard([_watched(server)]).watch
+            )
             for server in self.servers
         }
         if self.learner is not None:
-            parts["the learner's process"] = Part(there(), self.learner_died)
+            parts["the learner's process"] = StartingPart(there(), self.learner_died)
         return parts
 
     async def learner_died(self) -> None:
@@ -118,7 +120,7 @@ class Processes:
         """Returns whether the learner was started here and has ended."""
         return self.learner is not None and self.learner.exit_code() is not None
 
-    async def restart_learner(self) -> dict[str, Part]:
+    async def restart_learner(self) -> dict[str, StartingPart]:
         """Start the learner again, if it was started here; return what its start-up waits for."""
         if self.learner is None:
             return {}
@@ -128,7 +130,7 @@ class Processes:
         except CannotPlace as error:
             raise UserError(str(error)) from None
         self.learner.start()
-        return {"the learner's process": Part(there(), self.learner_died)}
+        return {"the learner's process": StartingPart(there(), self.learner_died)}
 
     def watched_learner(self) -> list[WatchedProcess]:
         """Return the learner as the health guard polls it; nothing if it runs elsewhere."""
@@ -141,7 +143,7 @@ class Processes:
         """Return the server at `url` as the health guard polls it; none if it runs elsewhere."""
         return list(map(_watched, self._at(url)))
 
-    def _at(self, url: str) -> list[Server]:
+    def _at(self, url: str) -> list[ServerHandle]:
         return [server for server in self.servers if server.url == url]
 
     async def stop(self) -> None:
@@ -156,11 +158,11 @@ class Processes:
                 raise ended
 
 
-def _watched(server: Server) -> WatchedProcess:
+def _watched(server: ServerHandle) -> WatchedProcess:
     return WatchedProcess(server.name, server.exit_code, server.log_path, server.cause, server.url)
 
 
-async def _ready(server: Server, timeout_s: float) -> None:
+async def _ready(server: ServerHandle, timeout_s: float) -> None:
     """Wait until it answers. UserError: it died, with its log's end; another has its port."""
     try:
         await asyncio.to_thread(server.wait_ready, timeout_s)

@@ -19,14 +19,14 @@ from typing import Any
 
 from megatron_opd.config.ray import RayConfig
 from megatron_opd.launch.gpus import torch_is_for_cpus
-from megatron_opd.launch.launcher import CannotPlace, Need, Place, ProcessSpec
+from megatron_opd.launch.launcher import CannotPlace, Need, NodePlace, ProcessSpec
 from megatron_opd.launch.parts import LEARNER
 from megatron_opd.launch.ray_connection import connect
 from megatron_opd.launch.ray_node import NodeOwner
 from megatron_opd.launch.ray_process import RayProcess
 from megatron_opd.launch.ray_room import (
+    BundleSpot,
     Capacity,
-    Spot,
     capacity,
     check_possible,
     in_order,
@@ -47,10 +47,10 @@ class Bundle:
     group: Any
     index: int
     actor: Any = None
-    spot: Spot | None = None
+    spot: BundleSpot | None = None
 
     @property
-    def there(self) -> Spot:
+    def there(self) -> BundleSpot:
         """Returns where it is."""
         assert self.spot is not None
         return self.spot
@@ -90,13 +90,13 @@ class RayLauncher:
         may_come = self._settings.autoscaling and not torch_is_for_cpus()
         return found or int(may_come)
 
-    def reserve(self, needs: Sequence[Need], say: Callable[[str], None]) -> tuple[Place, ...]:
+    def reserve(self, needs: Sequence[Need], say: Callable[[str], None]) -> tuple[NodePlace, ...]:
         """Return a place for each need, once there is room for all. CannotPlace: never."""
         self._connect()
         with self._in_use():
             return self._reserve(needs, say)
 
-    def _reserve(self, needs: Sequence[Need], say: Callable[[str], None]) -> tuple[Place, ...]:
+    def _reserve(self, needs: Sequence[Need], say: Callable[[str], None]) -> tuple[NodePlace, ...]:
         import ray
 
         settings = self._settings
@@ -115,17 +115,17 @@ class RayLauncher:
         self._bundles |= {need: found[order[need]] for need in needs}
         return tuple(_place(need, self._bundles[need].there) for need in needs)
 
-    def process(self, spec: ProcessSpec, place: Place) -> RayProcess:
+    def process(self, spec: ProcessSpec, place: NodePlace) -> RayProcess:
         """Return the process, not started, that runs at a reserved place."""
         bundle = self._bundles[place.need]
         return RayProcess(spec, bundle.actor, partial(_why_lost, bundle.there))
 
-    def replace(self, place: Place, say: Callable[[str], None]) -> Place:
+    def replace(self, place: NodePlace, say: Callable[[str], None]) -> NodePlace:
         """Return the place again, or another one where its node is lost."""
         with self._in_use():
             return self._replace(place, say)
 
-    def _replace(self, place: Place, say: Callable[[str], None]) -> Place:
+    def _replace(self, place: NodePlace, say: Callable[[str], None]) -> NodePlace:
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError
 
@@ -279,11 +279,11 @@ def _free() -> dict[str, Capacity]:
     return {node: capacity(left) for node, left in available_resources_per_node().items()}
 
 
-def _place(need: Need, spot: Spot) -> Place:
-    return Place(need, spot.host, spot.port, spot.name)
+def _place(need: Need, spot: BundleSpot) -> NodePlace:
+    return NodePlace(need, spot.host, spot.port, spot.name)
 
 
-def _why_lost(spot: Spot, error: str) -> str:
+def _why_lost(spot: BundleSpot, error: str) -> str:
     import ray
 
     if any(node["NodeID"] == spot.node and node["Alive"] for node in ray.nodes()):

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from megatron_opd.launch.owner import Owner
-from megatron_opd.launch.ray_room import Spot
+from megatron_opd.launch.ray_room import BundleSpot
 from sglang_bridge.gpus import ORDER_VARIABLE, VARIABLE
 from sglang_bridge.ports import free_port
 
@@ -22,13 +22,13 @@ class NodeOwner:
     def __init__(self) -> None:
         self._owner = Owner()
 
-    def spot(self) -> Spot:
+    def spot(self) -> BundleSpot:
         """Return where this is, and a port that is free here."""
         import ray
 
         host = ray.util.get_node_ip_address()
         node = ray.get_runtime_context().get_node_id()
-        return Spot(host, node, assigned_gpus(), free_port(host))
+        return BundleSpot(host, node, assigned_gpus(), free_port(host))
 
     def start(self, arguments: Sequence[str], env: Mapping[str, str]) -> None:
         """Start this node's Python with `arguments`; its GPUs are those of the bundle."""

@@ -24,7 +24,7 @@ class Capacity:
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class BundleSpot:
     """Describes where a bundle has turned out to be.
 
     node: its id in Ray, as hexadecimal digits. gpus: what CUDA calls those that Ray gave the
@@ -91,7 +91,7 @@ def with_room(needs: Iterable[Need], cpus: float, free: Mapping[str, Capacity]) 
     return found
 
 
-def in_order(spots: Mapping[Need, Spot]) -> dict[Need, Need]:
+def in_order(spots: Mapping[Need, BundleSpot]) -> dict[Need, Need]:
     """Return for each need whose bundle it takes.
 
     A group's bundles are not numbered by node. The needs of one key that are alike take theirs
@@ -119,7 +119,9 @@ def waits_for(needs: Iterable[Need], cpus: float, free: Sequence[Capacity]) -> s
     )
 
 
-def _position(spot: Spot) -> tuple[tuple[int, int | str], str, tuple[tuple[int, int | str], ...]]:
+def _position(
+    spot: BundleSpot,
+) -> tuple[tuple[int, int | str], str, tuple[tuple[int, int | str], ...]]:
     try:
         host = (0, int(ip_address(spot.host)))
     except ValueError:

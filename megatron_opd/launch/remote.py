@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megatron_opd.launch.launcher import Launcher, Place, Process, ProcessSpec
+from megatron_opd.launch.launcher import Launcher, NodePlace, Process, ProcessSpec
 from sglang_bridge.errors import PortInUse, ServerDied, exit_text
 from sglang_bridge.proof import new_nonce
 from sglang_bridge.server.launch import Readiness, next_log, why_ended
@@ -20,9 +20,9 @@ from sglang_bridge.server.spec import NONCE_VARIABLE
 POLL_S = 0.5
 
 Say = Callable[[str], None]
-MakeServer = Callable[[Place, Path], ProcessSpec]
+MakeServer = Callable[[NodePlace, Path], ProcessSpec]
 """Returns what the server at a place is started with, and its log."""
-MakeLearner = Callable[[Sequence[Place], Path], Sequence[ProcessSpec]]
+MakeLearner = Callable[[Sequence[NodePlace], Path], Sequence[ProcessSpec]]
 """Returns what each node of the learner is started with; the log is the first one's."""
 
 
@@ -32,7 +32,7 @@ class RemoteServer:
     def __init__(
         self,
         launcher: Launcher,
-        place: Place,
+        place: NodePlace,
         make: MakeServer,
         log_path: Path,
         say: Say,
@@ -105,7 +105,7 @@ class RemoteServer:
         return why_ended(self.log_path, what, f"{self.name} on {self.place.node}")
 
 
-class RemoteLearner:
+class RemoteLearnerProcess:
     """Runs the learner's world, a process for each of its nodes; a handles.Learner.
 
     log: of the first node; the others' are beside it.
@@ -114,7 +114,7 @@ class RemoteLearner:
     def __init__(
         self,
         launcher: Launcher,
-        places: Sequence[Place],
+        places: Sequence[NodePlace],
         make: MakeLearner,
         log: Path,
         say: Say,
@@ -147,7 +147,9 @@ class RemoteLearner:
         for process in self._processes:
             process.stop(grace_s)
 
-    def again(self) -> RemoteLearner:
+    def again(self) -> RemoteLearnerProcess:
         """Return a world like this, not started; on another node where one is lost. CannotPlace."""
         places = [self._launcher.replace(place, self._say) for place in self._places]
-        return RemoteLearner(self._launcher, places, self._make, next_log(self.log), self._say)
+        return RemoteLearnerProcess(
+            self._launcher, places, self._make, next_log(self.log), self._say
+        )

@@ -10,8 +10,8 @@ import os
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
-from megatron_opd.launch.launcher import CannotPlace, Need, Place, ProcessSpec
-from megatron_opd.launch.nodes import Node, Spot, lay_out
+from megatron_opd.launch.launcher import CannotPlace, Need, NodePlace, ProcessSpec
+from megatron_opd.launch.nodes import Node, NodeSpot, lay_out
 from megatron_opd.launch.parts import Gpus
 from megatron_opd.launch.placement import gpu_text
 from megatron_opd.launch.ports import JobPorts
@@ -30,7 +30,7 @@ class SlurmLauncher:
     """Places processes on the nodes of one job, and starts each with srun."""
 
     def __init__(self) -> None:
-        self._spots: dict[Need, Spot] = {}
+        self._spots: dict[Need, NodeSpot] = {}
 
     @cached_property
     def job(self) -> int:
@@ -59,7 +59,7 @@ class SlurmLauncher:
         """Returns how many GPUs the job has in all; 0: the run is on CPUs."""
         return sum(node.gpus for node in self.nodes)
 
-    def reserve(self, needs: Sequence[Need], say: Callable[[str], None]) -> tuple[Place, ...]:
+    def reserve(self, needs: Sequence[Need], say: Callable[[str], None]) -> tuple[NodePlace, ...]:
         """Return a place for each need. CannotPlace: no job, or its nodes have too little.
 
         There is nothing to wait for: what the job has, it has from its beginning.
@@ -78,12 +78,12 @@ class SlurmLauncher:
             parts[spot.node].append(f"{need.key} {need.index}{gpus}")
         return "; ".join(f"{node}: {', '.join(there)}" for node, there in parts.items() if there)
 
-    def process(self, spec: ProcessSpec, place: Place) -> SlurmProcess:
+    def process(self, spec: ProcessSpec, place: NodePlace) -> SlurmProcess:
         """Return the process, not started, that runs at a reserved place."""
         gpus: Gpus = self._spots[place.need].gpus
         return SlurmProcess(srun_command(self.job, self._node(place.node), spec, gpus), spec)
 
-    def replace(self, place: Place, say: Callable[[str], None]) -> Place:
+    def replace(self, place: NodePlace, say: Callable[[str], None]) -> NodePlace:
         """Return the same place, or free GPUs of another node if its node is lost.
 
         CannotPlace: there are none.
@@ -118,6 +118,6 @@ class SlurmLauncher:
         (found,) = (node for node in self.nodes if node.name == name)
         return found
 
-    def _place(self, need: Need, spot: Spot) -> Place:
+    def _place(self, need: Need, spot: NodeSpot) -> NodePlace:
         host = self._node(spot.node).host
-        return Place(need, host, self._ports.take(host), spot.node)
+        return NodePlace(need, host, self._ports.take(host), spot.node)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.launch.launcher import Need, Place, ProcessSpec
+from megatron_opd.launch.launcher import Need, NodePlace, ProcessSpec
 from megatron_opd.launch.parts import LEARNER
 
 KEY_VARIABLE = "MEGATRON_OPD_SERVER_KEY"
@@ -41,7 +41,7 @@ def learner_needs(learner: LearnerConfig, ranks_per_node: int, *, gpus: bool) ->
 def server_spec(
     config_file: Path,
     role: str,
-    place: Place,
+    place: NodePlace,
     log: Path,
     api_key: str | None,
     env: Mapping[str, str],
@@ -69,7 +69,7 @@ def server_spec(
 def learner_specs(
     config_file: Path,
     learner: LearnerConfig,
-    places: Sequence[Place],
+    places: Sequence[NodePlace],
     controller: str,
     log: Path,
     env: Mapping[str, str],
@@ -102,7 +102,7 @@ def learner_specs(
 
 
 def worker_spec(
-    config_file: Path, place: Place, controller: str, log: Path, env: Mapping[str, str]
+    config_file: Path, place: NodePlace, controller: str, log: Path, env: Mapping[str, str]
 ) -> ProcessSpec:
     """Return what a data worker is started with. env: the user's, and the ranks' keys."""
     name, index = place.need.name, place.need.index
@@ -117,7 +117,7 @@ def worker_arguments(config_file: Path, index: int, host: str, controller: str) 
     )
 
 
-def _node_name(node: int, places: Sequence[Place]) -> str:
+def _node_name(node: int, places: Sequence[NodePlace]) -> str:
     return "the learner" if len(places) == 1 else f"the learner's node {node}"
 
 

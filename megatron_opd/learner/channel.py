@@ -22,12 +22,12 @@ from zmq.utils.monitor import recv_monitor_message
 from megatron_opd.learner.handing_out import share_header
 from megatron_opd.transport.messages import (
     BadMessage,
-    Failed,
-    Hello,
-    Refused,
+    RankError,
+    RankHello,
+    RankRefused,
+    RankWelcome,
     Reply,
     Request,
-    Welcome,
     decode_request,
     encode,
 )
@@ -72,7 +72,7 @@ def end_process(reason: str) -> None:
     os._exit(EXIT_LOST)
 
 
-class Channel:
+class ControllerChannel:
     """Opens one DEALER socket to `address`.
 
     keys: asked for this rank's part of the run's keys, which may not be there yet. max_bytes: the
@@ -104,7 +104,7 @@ class Channel:
         self._shown: RankKeys | None = None
         self._attempt = ""  # of the welcome
 
-    def join(self, hello: Hello) -> Welcome:
+    def join(self, hello: RankHello) -> RankWelcome:
         """Say hello until the controller answers.
 
         ControllerLost: there is none for `first_s`. NotWelcome: it has other keys, expects other
@@ -154,7 +154,7 @@ class Channel:
         rank = int(os.environ.get("RANK", "0"))
         # A ValueError already speaks to the user: it names key, rule and value.
         kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
-        self.reply(Failed(rank, one_line(f"{kind}{error}", 1000), final, self._attempt))
+        self.reply(RankError(rank, one_line(f"{kind}{error}", 1000), final, self._attempt))
 
     def receive(self, world: World) -> tuple[Request, list[memoryview]]:
         """Return the next request, on every rank of the model copy; on its head the raw frames too.
@@ -163,7 +163,7 @@ class Channel:
         """
         header, *frames = self._receive_frames() if world.is_head else [memoryview(b"")]
         request = decode_request(share_header(header, world))
-        if isinstance(request, Welcome | Refused):
+        if isinstance(request, RankWelcome | RankRefused):
             raise BadMessage(f"the controller sent {type(request).__name__} in the middle of a run")
         return request, frames
 
@@ -207,11 +207,11 @@ class Channel:
             found.append(recv_monitor_message(self._monitor)["event"])
         return found
 
-    def _welcomed(self, frames: list[memoryview]) -> Welcome:
+    def _welcomed(self, frames: list[memoryview]) -> RankWelcome:
         answer = decode_request(frames[0])
-        if isinstance(answer, Refused):
+        if isinstance(answer, RankRefused):
             raise NotWelcome(one_line(answer.reason, 1000))
-        if not isinstance(answer, Welcome):
+        if not isinstance(answer, RankWelcome):
             raise BadMessage(f"the controller answered a hello with {type(answer).__name__}")
         self._attempt = answer.attempt
         self._watcher = threading.Thread(target=self._watch, name="controller", daemon=True)

@@ -13,7 +13,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.learner.layout import Rows
+from megatron_opd.learner.layout import PackedRows
 from megatron_opd.learner.micro_batch import DistilMicro, SftMicro
 from megatron_opd.learner.student_logp import StudentLogp
 from megatron_opd.learner.totals import Totals
@@ -263,14 +263,16 @@ def run_mini_batch(
     return _reduce(outputs, micros, world)
 
 
-def _nothing(out_1s: torch.Tensor, rows: Rows, head: StudentLogp) -> tuple[torch.Tensor, Totals]:
+def _nothing(
+    out_1s: torch.Tensor, rows: PackedRows, head: StudentLogp
+) -> tuple[torch.Tensor, Totals]:
     """Return the loss of a filler: zero, with a gradient of zero for every weight."""
     zero_T = torch.zeros(rows.num_tokens, dtype=torch.int64, device=out_1s.device)
     logp_T = head(out_1s, rows, zero_T, zero_T, 1.0).logp_N
     return 0 * logp_T.sum(dtype=torch.float64), Totals.zero(out_1s.device)
 
 
-def _unrouted(rows: Rows, module: Any, world: World) -> torch.Tensor:
+def _unrouted(rows: PackedRows, module: Any, world: World) -> torch.Tensor:
     """Return the filler positions, which balancing losses leave out.
 
     With sequence parallelism Megatron cuts the mask on the first stage only.

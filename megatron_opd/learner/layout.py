@@ -25,7 +25,7 @@ from megatron_opd.losses.host import sent
 
 
 @dataclass(frozen=True)
-class Rows:
+class PackedRows:
     """Holds a micro-batch's packed inputs and the positions that predict its response tokens.
 
     ids_1s: int64 [1, s]. packing: what the layers need to know of the segments. logit_row_t:
@@ -75,7 +75,7 @@ class PackLayout:
         ranks = self.tp * self.cp
         return math.lcm(self.segment_multiple * self.tp, ranks * self.rank_multiple)
 
-    def pack(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> Rows:
+    def pack(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> PackedRows:
         """Concatenate samples; the last response token is predicted but never an input.
 
         ValueError: more than fixed_tokens.
@@ -99,7 +99,7 @@ class PackLayout:
         local_S = np.full(len(ids_S), -1)
         local_S[share_s] = np.arange(len(share_s))
         token_t = np.flatnonzero(local_S[row_T] >= 0)
-        return Rows(
+        return PackedRows(
             self._tensor(ids_S[share_s])[None],
             self.packing(tuple(lengths)),
             self._tensor(local_S[row_T[token_t]]),
@@ -110,7 +110,7 @@ class PackLayout:
             source_S[share_s],
         )
 
-    def filler(self) -> Rows:
+    def filler(self) -> PackedRows:
         """Return as few positions as a micro-batch may have, none of them of a sample.
 
         One of them predicts a token all the same: the head's weights must get a gradient, if of

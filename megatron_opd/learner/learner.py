@@ -41,7 +41,7 @@ from megatron_opd.learner.optimizer import (
     learning_rate,
     set_learning_rate,
 )
-from megatron_opd.learner.passes import Passes, compared_only, own_gates
+from megatron_opd.learner.passes import ForwardPasses, compared_only, own_gates
 from megatron_opd.learner.routing import Routing
 from megatron_opd.learner.scores import whole_batch
 from megatron_opd.learner.student_logp import make_student_logp
@@ -151,7 +151,9 @@ class MegatronLearner:
         ]
         recorded = self.config.routing_replay == "current"
         start = self.config.score_start or estimator.applied_correction.prox
-        passes = Passes(self.model, self.world, self.head, estimator, temperature, start, recorded)
+        passes = ForwardPasses(
+            self.model, self.world, self.head, estimator, temperature, start, recorded
+        )
         with self._device_mode:
             minis = passes.with_prox(minis)
             compares = not truncated_sampler and self._compares_routing(batch.update)

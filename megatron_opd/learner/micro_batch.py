@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_opd.learner.layout import PackLayout, Rows
+from megatron_opd.learner.layout import PackedRows, PackLayout
 from megatron_opd.learner.routing import Routing
 from megatron_opd.losses.cache import Cache, Unscored
 from megatron_opd.losses.host import HostColumns, sent
@@ -24,7 +24,7 @@ from sglang_bridge.columns import arrays_of, axis_of
 class SftMicro:
     """Holds a supervised micro-batch: response_T int64, the token each logit row must predict."""
 
-    rows: Rows
+    rows: PackedRows
     response_T: torch.Tensor
 
 
@@ -52,7 +52,7 @@ class DistilMicro:
     prox_logp_N, m2_limits: see losses.cache.Cache; filled in by learner/passes.py.
     """
 
-    rows: Rows
+    rows: PackedRows
     held: MicroCache | None
     prox_logp_N: torch.Tensor | None = None
     m2_limits: tuple[torch.Tensor | None, ...] | None = None

@@ -30,7 +30,7 @@ from megatron_opd.losses.objective import View, m2_limit_of, m2_view
 
 
 @dataclass(frozen=True)
-class Passes:
+class ForwardPasses:
     """Makes the passes. Every rank of the world calls the same methods: they hold collectives.
 
     scores_start: log-probs of the batch's start are wanted, by the loss or for metrics.

@@ -13,7 +13,7 @@ from megatron_opd.learner.handing_out import deal
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.records.columns import RankInputs
 from megatron_opd.transport.frames import check_sizes, from_frames, inputs_from_frames
-from megatron_opd.transport.messages import Score, Train
+from megatron_opd.transport.messages import ScoreShare, Train
 from megatron_opd.transport.parts import Needs, part_of
 from megatron_opd.transport.samples import Buffer
 
@@ -31,7 +31,7 @@ class ShareReader:
         self._learner, self._sampled, self._collect = learner, sampled, collect
         self._needs = stage_needs(learner)
 
-    def read(self, request: Train | Score, frames: list[memoryview]) -> RankInputs | None:
+    def read(self, request: Train | ScoreShare, frames: list[memoryview]) -> RankInputs | None:
         """Return this rank's part; None on every rank: some share is not to be had. Collective.
 
         frames: of the message, on heads alone. ValueError, on every rank: some rank refuses its
@@ -59,7 +59,7 @@ class ShareReader:
                 refused = error
         return batch if agree(refused, lacks, world) else None
 
-    def _decoded(self, request: Train | Score, frames: list[Buffer]) -> RankInputs:
+    def _decoded(self, request: Train | ScoreShare, frames: list[Buffer]) -> RankInputs:
         learner, spec = self._learner, self._learner.spec
         update = request.update if isinstance(request, Train) else 0
         share = (update, request.version, request.plan, frames)

@@ -10,11 +10,11 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from megatron_opd.checkpoint.run_lock import Claim
+from megatron_opd.checkpoint.run_lock import LockClaim
 from megatron_opd.checkpoint.stated_heads import heads_of
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.schema import Config
-from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
+from megatron_opd.learner.channel import ControllerChannel, ControllerLost, NotWelcome
 from megatron_opd.learner.collecting import Collector
 from megatron_opd.learner.determinism import deterministic
 from megatron_opd.learner.learner import MegatronLearner, NotFinite
@@ -29,20 +29,20 @@ from megatron_opd.transport.frames import MIN_FRAME_BYTES, largest_frame_bytes
 from megatron_opd.transport.messages import (
     DigestPieces,
     Digests,
-    Done,
     ExportHf,
-    Hello,
     LoadState,
-    Missing,
+    MissingSamples,
     MoveWeights,
     Nothing,
     Offload,
     Onload,
+    RankDone,
+    RankHello,
     Refusal,
     Request,
     Result,
     SaveState,
-    Score,
+    ScoreShare,
     Stop,
     Train,
     WeightsMoved,
@@ -67,7 +67,9 @@ def serve(config: Config, address: str) -> int:
         return rank_keys(config.run.dir)
 
     collector = Collector(keys, max_bytes, config.learner.timeout_s)
-    channel = Channel(address, keys, first_s=config.learner.timeout_s, max_bytes=max_bytes)
+    channel = ControllerChannel(
+        address, keys, first_s=config.learner.timeout_s, max_bytes=max_bytes
+    )
     try:
         RankServer(config, channel, collector.frames).run()
     except (NotWelcome, ControllerLost) as error:
@@ -103,7 +105,7 @@ def _largest_frame(config: Config) -> int:
 class RankServer:
     """Executes requests on all ranks; rank 0 answers. collect: see ShareReader."""
 
-    def __init__(self, config: Config, channel: Channel, collect: Collect) -> None:
+    def __init__(self, config: Config, channel: ControllerChannel, collect: Collect) -> None:
         self.config, self.channel = config, channel
         self.estimator = config.estimator
         settings = deterministic(config.learner) if config.run.deterministic else config.learner
@@ -124,7 +126,7 @@ class RankServer:
         )
         sampled = self.estimator.support.owner == "student"
         self.shares = ShareReader(self.learner, sampled=sampled, collect=collect)
-        self.claim: Claim | None = None
+        self.claim: LockClaim | None = None
         self.memory = UpdateMemory(
             self.learner.model, self.learner.optimizer, self.learner.world.device
         )
@@ -145,7 +147,7 @@ class RankServer:
                 # Another rank may still be in a collective that needs this one.
                 dist.barrier()
             if world.rank == 0:
-                self.channel.reply(Done(request.call, result))
+                self.channel.reply(RankDone(request.call, result))
             if isinstance(request, Stop):
                 return
 
@@ -153,11 +155,11 @@ class RankServer:
         """Join the controller. NotTheHolder: this rank does not see its run directory."""
         world, info = self.learner.world, self.learner.info()
         data_rank = world.data_rank if world.is_head else None
-        hello = Hello(world.rank, data_rank, info, learner_digests(self.config))
+        hello = RankHello(world.rank, data_rank, info, learner_digests(self.config))
         welcome = self.channel.join(hello)
         if welcome.lock is None:
             return
-        claim = Claim(Path(welcome.lock), welcome.claim)
+        claim = LockClaim(Path(welcome.lock), welcome.claim)
         if world.rank == 0 or welcome.shared:
             claim.check()
         self.claim = self.state.claim = claim
@@ -173,7 +175,7 @@ class RankServer:
                 began_s = time.process_time()
                 batch = self.shares.read(request, frames)
                 if batch is None:
-                    return Missing()
+                    return MissingSamples()
                 self.memory.onload()
                 try:
                     metrics = self.learner.train(
@@ -188,7 +190,7 @@ class RankServer:
                 if self.learner.world.device.type != "cpu":
                     return metrics
                 return msgspec.structs.replace(metrics, cpu_s=time.process_time() - began_s)
-            case Score():
+            case ScoreShare():
                 batch = self.shares.read(request, frames)
                 assert batch is not None, "its frames come with it"
                 return self.learner.score(

@@ -19,7 +19,7 @@ from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.micro_batch import SftMicro, sft_micro
 from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.optimizer import learning_rate
-from megatron_opd.learner.sft_report import Report, Row
+from megatron_opd.learner.sft_report import SftReport, SftRow
 
 
 def batches(pairs: list[Pair], batch_size: int, seed: int) -> Iterator[list[Pair]]:
@@ -93,9 +93,9 @@ def run_sft(config: SftConfig) -> None:
         held_out = read_pairs(config.validation, tokenizer, rules).pairs
         validation = Validation(held_out, learner)
     source = batches(pairs, config.batch_size, config.run.seed)
-    report = Report(config, shown=learner.world.rank == 0)
+    report = SftReport(config, shown=learner.world.rank == 0)
     if validation is not None:
-        report(Row(0, validation_loss=validation.loss()))
+        report(SftRow(0, validation_loss=validation.loss()))
     for update in range(updates):
         loss_sum, tokens, norm = 0.0, 0, 0.0
         for micros in rank_micros(next(source), learner, config.learner):
@@ -103,7 +103,7 @@ def run_sft(config: SftConfig) -> None:
             loss_sum += step.totals.sum("loss")
             tokens += int(step.totals.sum("tokens"))
             norm = step.grad_norm
-        row = Row(
+        row = SftRow(
             update + 1,
             loss=loss_sum / tokens,
             grad_norm=norm,

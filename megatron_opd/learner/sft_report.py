@@ -13,7 +13,7 @@ PROGRESS_LINES = 100
 
 
 @dataclass(frozen=True)
-class Row:
+class SftRow:
     """Holds one update. update: 1-based, 0 before the first. Losses in nats per response token."""
 
     update: int
@@ -24,7 +24,7 @@ class Row:
     validation_loss: float | None = None
 
 
-class Report:
+class SftReport:
     """Prints a progress line now and then and every validation, and writes a row per update.
 
     shown: false on ranks that print nothing.
@@ -38,7 +38,7 @@ class Report:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.write_text("", encoding="utf-8")
 
-    def __call__(self, row: Row) -> None:
+    def __call__(self, row: SftRow) -> None:
         """Print and write one update's figures."""
         if not self._shown:
             return
@@ -56,7 +56,7 @@ class Report:
             sys.stdout.write(line + "\n")
             sys.stdout.flush()
 
-    def _line(self, row: Row) -> str:
+    def _line(self, row: SftRow) -> str:
         parts = [f"sft update {row.update}/{self._updates}"]
         if row.loss is not None and row.grad_norm is not None:
             rate = self._tokens / (time.perf_counter() - self._started_s)

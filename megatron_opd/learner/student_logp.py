@@ -15,7 +15,7 @@ from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 
 from megatron_opd.config.learner import HeadLogp
-from megatron_opd.learner.layout import Rows
+from megatron_opd.learner.layout import PackedRows
 from megatron_opd.learner.lm_head import head_weight, install_lean_head, real_vocab_size
 from megatron_opd.losses.blocks import default_block
 from megatron_opd.losses.lean import lean_logp
@@ -23,7 +23,7 @@ from megatron_opd.losses.vocab_parallel import gather_logp
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredLogp:
     """Holds the scores. logp_N: [N] float32. entropy_T: nats, where it comes for free."""
 
     logp_N: torch.Tensor
@@ -36,22 +36,28 @@ class StudentLogp(Protocol):
     def __call__(
         self,
         out_1s: torch.Tensor,
-        rows: Rows,
+        rows: PackedRows,
         row_N: torch.Tensor,
         id_N: torch.Tensor,
         temperature: float,
-    ) -> Scored:
+    ) -> ScoredLogp:
         """Score pairs. out_1s: the model's output for all packed positions."""
         ...
 
 
 def dense_logp(
-    out_1s: torch.Tensor, rows: Rows, row_N: torch.Tensor, id_N: torch.Tensor, temperature: float
-) -> Scored:
+    out_1s: torch.Tensor,
+    rows: PackedRows,
+    row_N: torch.Tensor,
+    id_N: torch.Tensor,
+    temperature: float,
+) -> ScoredLogp:
     """Score from logits [1, s, v]: the reference that LeanLogp is checked against."""
     logits_tv = out_1s[0].index_select(0, rows.logit_row_t)
     group = _vocab_group()
-    return Scored(gather_logp(logits_tv, row_N, id_N, temperature=temperature, group=group), None)
+    return ScoredLogp(
+        gather_logp(logits_tv, row_N, id_N, temperature=temperature, group=group), None
+    )
 
 
 class LeanLogp:
@@ -66,11 +72,11 @@ class LeanLogp:
     def __call__(
         self,
         out_1s: torch.Tensor,
-        rows: Rows,
+        rows: PackedRows,
         row_N: torch.Tensor,
         id_N: torch.Tensor,
         temperature: float,
-    ) -> Scored:
+    ) -> ScoredLogp:
         """Score blockwise, without logits; arguments as StudentLogp says."""
         hidden_tH = out_1s[0].index_select(0, rows.logit_row_t)
         scored = lean_logp(
@@ -85,7 +91,7 @@ class LeanLogp:
             entropy=self._entropy and torch.is_grad_enabled(),
         )
         entropy_T = scored.entropy_T
-        return Scored(scored.logp_N, None if entropy_T is None else entropy_T.detach())
+        return ScoredLogp(scored.logp_N, None if entropy_T is None else entropy_T.detach())
 
 
 class AcrossContext:
@@ -101,11 +107,11 @@ class AcrossContext:
     def __call__(
         self,
         out_1s: torch.Tensor,
-        rows: Rows,
+        rows: PackedRows,
         row_N: torch.Tensor,
         id_N: torch.Tensor,
         temperature: float,
-    ) -> Scored:
+    ) -> ScoredLogp:
         """Score this rank's chunks and join them with the other ranks'."""
         local_T = row_N.new_full((rows.num_tokens,), -1)
         local_T[rows.token_t] = torch.arange(len(rows.token_t), device=row_N.device)
@@ -113,8 +119,8 @@ class AcrossContext:
         scored = self._head(out_1s, rows, local_T[row_N[mine_n]], id_N[mine_n], temperature)
         logp_N = self._joined(scored.logp_N, mine_n, len(row_N))
         if scored.entropy_T is None:
-            return Scored(logp_N, None)
-        return Scored(logp_N, self._joined(scored.entropy_T, rows.token_t, rows.num_tokens))
+            return ScoredLogp(logp_N, None)
+        return ScoredLogp(logp_N, self._joined(scored.entropy_T, rows.token_t, rows.num_tokens))
 
     def _joined(self, value_n: torch.Tensor, place_n: torch.Tensor, length: int) -> torch.Tensor:
         """Sum all ranks' values, each at its place; backward takes this rank's places."""

@@ -12,7 +12,7 @@ import torch
 
 from megatron_opd.losses.diagnostics import NAMES
 from megatron_opd.losses.ratios import NUM_BINS, ratio_quantile
-from megatron_opd.metrics.mismatch_limits import Gap
+from megatron_opd.metrics.mismatch_limits import MismatchGap
 
 SUMS = (
     "loss",
@@ -38,7 +38,7 @@ class Mismatch:
     """Measures |p_learner - p_sampler| (TIS) over `gap.tokens` path tokens; None: no tokens."""
 
     max_abs_dp: float | None
-    gap: Gap
+    gap: MismatchGap
 
     @property
     def mean_abs_dp(self) -> float | None:
@@ -123,7 +123,7 @@ class Totals:
         """Return how far learner and sampler are apart."""
         tokens = int(self.sum("mismatch_tokens"))
         largest = self.max("mismatch") if tokens else None
-        return Mismatch(largest, Gap(tokens, self.sum("mismatch"), self.sum("mismatch_k3")))
+        return Mismatch(largest, MismatchGap(tokens, self.sum("mismatch"), self.sum("mismatch_k3")))
 
     def ratio_quantile(self, quantile: float) -> float:
         """Return a quantile of the importance ratio, weighted as in the draw cache."""

@@ -25,7 +25,7 @@ GRADIENT_BYTES = 2**28
 
 
 @dataclass(frozen=True)
-class Shape:
+class KernelShape:
     """Says how the kernels work: tiles of rows x ids, made from `depth` numbers of H at a time.
 
     group: row tiles that programs running at the same time share. tiles_a_part: that one program
@@ -42,11 +42,11 @@ class Shape:
     widen: bool = False
 
 
-def shape_of(dtype: torch.dtype) -> Shape:
+def shape_of(dtype: torch.dtype) -> KernelShape:
     """Return how the kernels work on operands of a type."""
     if dtype == torch.float32:  # exact products hold their operands in registers
-        return Shape(rows=64, ids=64, depth=32, warps=4)
-    return Shape()
+        return KernelShape(rows=64, ids=64, depth=32, warps=4)
+    return KernelShape()
 
 
 def can_fuse(hidden_TH: torch.Tensor, weight_vH: torch.Tensor) -> bool:
@@ -62,7 +62,7 @@ class FusedPasses:
     """Makes every tile of `tiles`, once in a pass. kernels: the module that has them."""
 
     tiles: Tiles
-    shape: Shape
+    shape: KernelShape
     kernels: ModuleType
 
     def sums(
@@ -170,7 +170,7 @@ def fused_passes(
     id_N: torch.Tensor,
     group: dist.ProcessGroup | None,
     vocab_size: int | None,
-    how: Shape,
+    how: KernelShape,
     kernels: ModuleType | None = None,
 ) -> FusedPasses:
     """Plan the passes of one call. shape: T, v; the rest: see lean_logp.

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megatron_opd.losses.blocks import BlockPlan, default_block
 from megatron_opd.losses.eager import EagerPasses
 from megatron_opd.losses.fused import can_fuse, fused_passes, shape_of
-from megatron_opd.losses.passes import Passes, RowGradients, Sums, move_maximum
+from megatron_opd.losses.passes import LogpPasses, RowGradients, Sums, move_maximum
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class _LeanLogp(torch.autograd.Function):
         row_N: torch.Tensor,
         temperature: float,
         group: dist.ProcessGroup | None,
-        passes: Passes,
+        passes: LogpPasses,
         entropy: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         sums = passes.sums(hidden_TH, weight_vH, temperature, entropy=entropy)
@@ -134,7 +134,7 @@ def _passes(
     group: dist.ProcessGroup | None,
     block: tuple[int, int] | None,
     vocab_size: int | None,
-) -> Passes:
+) -> LogpPasses:
     """Choose how to go over the logits."""
     shape = len(hidden_TH), len(weight_vH)
     if block is None and can_fuse(hidden_TH, weight_vH):
@@ -154,7 +154,7 @@ def lean_logp(
     block: tuple[int, int] | None = None,
     vocab_size: int | None = None,
     entropy: bool = True,
-    passes: Passes | None = None,
+    passes: LogpPasses | None = None,
 ) -> LogProbs:
     """Return log softmax(hidden weight^T / temperature) at (row_N, id_N), normaliser and entropy.
 

@@ -51,7 +51,7 @@ def move_maximum(
     max_C.copy_(above_C)
 
 
-class Passes(Protocol):
+class LogpPasses(Protocol):
     """Makes the logits of hidden_TH [T, H] and weight_vH [v, H], anew in every pass."""
 
     def sums(

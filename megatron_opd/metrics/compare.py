@@ -37,7 +37,7 @@ def is_of_time(column: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Difference:
+class ColumnDifference:
     """Describes one column that differs.
 
     first_update: where it is not for the first time. updates: in how many rows. relative: the
@@ -51,20 +51,20 @@ class Difference:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class RunComparison:
     """Holds the result: updates both runs have, columns compared, differences by first update."""
 
     updates: int
     columns: tuple[str, ...]
     left_out: tuple[str, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[ColumnDifference, ...]
 
-    def beyond(self, tolerance: float) -> tuple[Difference, ...]:
+    def beyond(self, tolerance: float) -> tuple[ColumnDifference, ...]:
         """Return the differences above a relative tolerance; 0 asks for bitwise equality."""
         return tuple(each for each in self.differences if each.relative > tolerance)
 
 
-def compare_rows(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
+def compare_rows(a: Sequence[Row], b: Sequence[Row]) -> RunComparison:
     """Compare row i of one run with row i of the other, as far as both go."""
     pairs = list(zip(a, b, strict=False))
     names = sorted({column for pair in pairs for row in pair for column in row})
@@ -72,15 +72,15 @@ def compare_rows(a: Sequence[Row], b: Sequence[Row]) -> Comparison:
     columns = tuple(name for name in names if not is_of_time(name))
     found = [_difference(column, pairs) for column in columns]
     differences = sorted(filter(None, found), key=lambda each: (each.first_update, each.column))
-    return Comparison(len(pairs), columns, left_out, tuple(differences))
+    return RunComparison(len(pairs), columns, left_out, tuple(differences))
 
 
-def _difference(column: str, pairs: Sequence[tuple[Row, Row]]) -> Difference | None:
+def _difference(column: str, pairs: Sequence[tuple[Row, Row]]) -> ColumnDifference | None:
     relative = [_relative(one.get(column), other.get(column)) for one, other in pairs]
     rows = [index for index, value in enumerate(relative) if value > 0]
     if not rows:
         return None
-    return Difference(column, rows[0], len(rows), max(relative))
+    return ColumnDifference(column, rows[0], len(rows), max(relative))
 
 
 def _relative(a: Any, b: Any) -> float:

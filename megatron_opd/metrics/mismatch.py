@@ -39,7 +39,7 @@ class Spread:
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class ResponseGap:
     """Describes the gap over some responses.
 
     max_dp, mean_dp: of each response. token_mean_dp: over all tokens. above: share of tokens with
@@ -58,16 +58,16 @@ class Gap:
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class LengthBucket:
     """Describes the gap over the responses of `first` to `last` tokens; None: there are none."""
 
     first: int
     last: int
-    gap: Gap | None
+    gap: ResponseGap | None
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TokenPlace:
     """Describes the tokens that stand at positions `first` to `last` of their responses."""
 
     first: int
@@ -91,9 +91,9 @@ class WorstToken:
 class Comparison:
     """Holds all figures of one comparison. by_response: max and mean |dp| of each, in order."""
 
-    gap: Gap
-    by_length: tuple[Bucket, ...]
-    by_position: tuple[Place, ...]
+    gap: ResponseGap
+    by_length: tuple[LengthBucket, ...]
+    by_position: tuple[TokenPlace, ...]
     worst: tuple[WorstToken, ...]
     by_response: dict[str, list[float]]
 
@@ -118,7 +118,7 @@ def compare(
     buckets = []
     for before, last in pairwise(bounds):
         inside = [pair for pair in pairs if before < len(pair.dp_T) <= last]
-        buckets.append(Bucket(before + 1, last, _gap(inside, threshold) if inside else None))
+        buckets.append(LengthBucket(before + 1, last, _gap(inside, threshold) if inside else None))
     return Comparison(
         _gap(pairs, threshold),
         tuple(buckets),
@@ -147,11 +147,11 @@ class _Pair:
         return cls(whole_p_T, whole_q_T, np.abs(np.exp(whole_p_T) - np.exp(whole_q_T)))
 
 
-def _gap(pairs: Sequence[_Pair], threshold: float) -> Gap:
+def _gap(pairs: Sequence[_Pair], threshold: float) -> ResponseGap:
     dp_T = np.concatenate([pair.dp_T for pair in pairs])
     x_T = np.concatenate([pair.q_T - pair.p_T for pair in pairs])
     largest = np.array([pair.dp_T.max() for pair in pairs])
-    return Gap(
+    return ResponseGap(
         responses=len(pairs),
         tokens=len(dp_T),
         max_dp=Spread.of(largest),
@@ -164,13 +164,13 @@ def _gap(pairs: Sequence[_Pair], threshold: float) -> Gap:
     )
 
 
-def _places(pairs: Sequence[_Pair], bounds: Sequence[int]) -> list[Place]:
+def _places(pairs: Sequence[_Pair], bounds: Sequence[int]) -> list[TokenPlace]:
     found = []
     for before, last in pairwise(bounds):
         dp_T = np.concatenate([pair.dp_T[before:last] for pair in pairs])
         if len(dp_T):
             largest, mean = float(dp_T.max()), float(dp_T.mean())
-            found.append(Place(before + 1, last, len(dp_T), largest, mean))
+            found.append(TokenPlace(before + 1, last, len(dp_T), largest, mean))
     return found
 
 

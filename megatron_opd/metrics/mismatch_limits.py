@@ -52,16 +52,16 @@ CHANGE_SAMPLING = frozenset({"preferred_sampling_params"})
 """Settings of SGLang that change what a server samples from."""
 
 
-class Gap(msgspec.Struct, frozen=True):
+class MismatchGap(msgspec.Struct, frozen=True):
     """Holds sums over tokens of |dp| and of k3."""
 
     tokens: int = 0
     abs_dp: float = 0.0
     k3_nats: float = 0.0
 
-    def plus(self, other: Gap) -> Gap:
+    def plus(self, other: MismatchGap) -> MismatchGap:
         """Return the sums over the tokens of both."""
-        return Gap(
+        return MismatchGap(
             self.tokens + other.tokens, self.abs_dp + other.abs_dp, self.k3_nats + other.k3_nats
         )
 
@@ -76,18 +76,18 @@ class Gap(msgspec.Struct, frozen=True):
         return self.k3_nats / max(1, self.tokens)
 
 
-class Limits(msgspec.Struct, frozen=True):
+class MismatchLimits(msgspec.Struct, frozen=True):
     """Holds the largest means that are no sign of different models, over many tokens."""
 
     mean_abs_dp: float
     mean_k3_nats: float
 
-    def over(self, tokens: int) -> Limits:
+    def over(self, tokens: int) -> MismatchLimits:
         """Return the limits of the means over so many tokens, at least one."""
         factor = 1 + SMALL / tokens
-        return Limits(factor * self.mean_abs_dp, factor * self.mean_k3_nats)
+        return MismatchLimits(factor * self.mean_abs_dp, factor * self.mean_k3_nats)
 
-    def allow(self, gap: Gap) -> bool:
+    def allow(self, gap: MismatchGap) -> bool:
         """Return whether both means are within their limits; a NaN is not."""
         if gap.tokens == 0:
             return True
@@ -99,10 +99,10 @@ class Limits(msgspec.Struct, frozen=True):
 class Bound(msgspec.Struct, frozen=True):
     """Tells a learner what to refuse. before: what earlier updates had, judged together with it."""
 
-    limits: Limits
-    before: Gap = Gap()
+    limits: MismatchLimits
+    before: MismatchGap = MismatchGap()
 
-    def allows(self, gap: Gap) -> bool:
+    def allows(self, gap: MismatchGap) -> bool:
         """Return whether an update may be made whose first mini-batch has this gap."""
         return self.limits.allow(self.before.plus(gap))
 
@@ -110,7 +110,7 @@ class Bound(msgspec.Struct, frozen=True):
 class ModelsDiffer(RuntimeError):
     """Reports a gap beyond its limits, before the optimizer step was made."""
 
-    def __init__(self, gap: Gap) -> None:
+    def __init__(self, gap: MismatchGap) -> None:
         super().__init__(
             f"learner and sampler are {gap.mean_abs_dp:.3g} apart (mean |dp|), "
             f"{gap.mean_k3_nats:.3g} nats (k3), over {gap.tokens} tokens"
@@ -118,15 +118,15 @@ class ModelsDiffer(RuntimeError):
         self.gap = gap
 
 
-EXACT, EXACT_FREE = Limits(2e-5, 4e-9), Limits(2e-5, 1e-7)
-TENSOR_FLOAT = Limits(0.0125, 0.006)
-HALF, HALF_FREE = Limits(0.05, 0.1), Limits(0.1, 0.5)
-QUANTISED, QUANTISED_FREE = Limits(0.1, 0.5), Limits(0.15, 1.0)
+EXACT, EXACT_FREE = MismatchLimits(2e-5, 4e-9), MismatchLimits(2e-5, 1e-7)
+TENSOR_FLOAT = MismatchLimits(0.0125, 0.006)
+HALF, HALF_FREE = MismatchLimits(0.05, 0.1), MismatchLimits(0.1, 0.5)
+QUANTISED, QUANTISED_FREE = MismatchLimits(0.1, 0.5), MismatchLimits(0.15, 1.0)
 
 
 def limits_of(
     config: Config, settings: Collection[str] = (), *, experts: bool, gpu: bool
-) -> Limits | None:
+) -> MismatchLimits | None:
     """Return the limits of a run; None: its probabilities cannot be compared (see why_not).
 
     settings: of SGLang that student.extra_args makes. experts: the student has some. gpu: the
@@ -142,7 +142,7 @@ def limits_of(
     else:
         limits = TENSOR_FLOAT if gpu else EXACT_FREE if free else EXACT
     sharpness = 1 / min(1.0, config.rollout.temperature)
-    return Limits(limits.mean_abs_dp * sharpness, limits.mean_k3_nats * sharpness**2)
+    return MismatchLimits(limits.mean_abs_dp * sharpness, limits.mean_k3_nats * sharpness**2)
 
 
 def why_not(config: Config, settings: Collection[str] = ()) -> str | None:

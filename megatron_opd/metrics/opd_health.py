@@ -34,7 +34,7 @@ PREFIX = "health_"
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
+class ScoredSelection:
     """Holds one response's selections. teacher: its request gave all of student.ids_N."""
 
     student: Selection
@@ -64,7 +64,9 @@ class HealthFigures:
         return {f"{PREFIX}{name}": value for name, value in asdict(self).items()}
 
 
-def measure(responses: Sequence[Scored], top_k: int, end_ids: frozenset[int]) -> HealthFigures:
+def measure(
+    responses: Sequence[ScoredSelection], top_k: int, end_ids: frozenset[int]
+) -> HealthFigures:
     """Measure the tokens of one response or more, all weighing the same.
 
     top_k: K. end_ids: those that end a response; each is in every row of the student's selection.
@@ -99,7 +101,9 @@ def tokens_with(share: float, loss_T: DoubleArray) -> float | None:
     return float((np.searchsorted(summed_T, share * total * (1 - 1e-12)) + 1) / len(loss_T))
 
 
-def _per_token(scored: Scored, top_k: int, end_ids: frozenset[int]) -> tuple[DoubleArray, ...]:
+def _per_token(
+    scored: ScoredSelection, top_k: int, end_ids: frozenset[int]
+) -> tuple[DoubleArray, ...]:
     """Return [T] each: overlap, advantage, mass, entropies, d_t, p and q of ending."""
     student, teacher = scored.student, scored.teacher
     tokens = len(student.offsets_T1) - 1

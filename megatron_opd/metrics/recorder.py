@@ -26,7 +26,7 @@ from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
-from megatron_opd.metrics.window import COLUMNS, Window
+from megatron_opd.metrics.window import COLUMNS, SyncWindow
 from megatron_opd.records.types import AnyRollout, AnySample, Batch, Prompt
 from sglang_bridge.work import ServerWork
 
@@ -149,14 +149,14 @@ class RunRecorder:
         # of updates whose weights are not live yet: two where a weight sync released the learner
         self._rows: dict[int, dict[str, Any]] = {}
         self._sampled = SampledByServer()
-        self.window = Window(totals.group_size, updates, self._done_s)
+        self.window = SyncWindow(totals.group_size, updates, self._done_s)
         self._shown: dict[str, Any] = {}
 
     def started(self, now_s: float, depths: Depths) -> None:
         """Start the run's clock."""
         self.started_s, self._done_s = now_s - self._elapsed_s, now_s
         self._depths = depths
-        self.window = Window(self.totals.group_size, self._version, now_s)
+        self.window = SyncWindow(self.totals.group_size, self._version, now_s)
         if self._display is not None:
             self._display.start(self.snapshot)
 

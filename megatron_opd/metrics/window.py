@@ -25,7 +25,7 @@ COLUMNS = (
 )
 
 
-class Window:
+class SyncWindow:
     """Counts what happens between two weight syncs.
 
     Args:

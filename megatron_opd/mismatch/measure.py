@@ -95,7 +95,7 @@ class RoutingGap:
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredMismatch:
     """Holds what was measured.
 
     logp: by DECODE, PREFILL, FREE and, with recorded experts, REPLAYED, with their weights GATED:
@@ -135,7 +135,7 @@ async def measure(
     version: int,
     trained: str,
     say: Callable[[str], None] = lambda _: None,
-) -> Measured:
+) -> MeasuredMismatch:
     """Sample a response to every prompt and score it in every way.
 
     trained: FREE, REPLAYED or GATED, see Measured. ValueError: every response was rejected.
@@ -173,7 +173,7 @@ async def measure(
             config, learner, rollouts, version, replay="gates"
         )
         routing = replace(routing, gated=gated)
-    return Measured(rollouts, logp, trained, routing, len(asked) - len(rollouts))
+    return MeasuredMismatch(rollouts, logp, trained, routing, len(asked) - len(rollouts))
 
 
 async def prefill_logp(

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.summary import commit, versions
-from megatron_opd.mismatch.measure import FREE, GATED, REPLAYED, Measured
+from megatron_opd.mismatch.measure import FREE, GATED, REPLAYED, MeasuredMismatch
 from megatron_opd.mismatch.options import Options
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.output import new_table
@@ -40,7 +40,7 @@ def figures_of(
     config: Config,
     spec: ModelSpec,
     prompts: Sequence[Prompt],
-    measured: Measured,
+    measured: MeasuredMismatch,
     options: Options,
     served: Sequence[Served] = (),
 ) -> Tree:

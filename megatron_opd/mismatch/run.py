@@ -31,7 +31,7 @@ from megatron_opd.data.end_tokens import EndTokens
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.errors import RunFailed, UserError, checked, kept_traceback
 from megatron_opd.fleet.clients import make_fleet
-from megatron_opd.fleet.ends import Ends
+from megatron_opd.fleet.ends import FirstCause
 from megatron_opd.fleet.guards import RunGuard, watched_engines, while_alive
 from megatron_opd.fleet.startup import ServedModel, all_up, join_role
 from megatron_opd.inputs.megatron_settings import check_megatron
@@ -41,7 +41,7 @@ from megatron_opd.inputs.prepare import read_train
 from megatron_opd.inputs.prompts import drawn_notes, skipped_lines, sources_of, unseen_keys
 from megatron_opd.inputs.rendering import rendering_notes, with_template
 from megatron_opd.launch.health import HealthGuard
-from megatron_opd.launch.joining import Part, there
+from megatron_opd.launch.joining import StartingPart, there
 from megatron_opd.launch.keys import role_key
 from megatron_opd.launch.learner_process import LearnerProcess, learner_command
 from megatron_opd.launch.parts import LEARNER
@@ -49,7 +49,7 @@ from megatron_opd.launch.placing import placement_here, with_backend
 from megatron_opd.launch.processes import Processes
 from megatron_opd.launch.servers import check_addresses, server_processes
 from megatron_opd.launch.stopping import stopped_by_signals
-from megatron_opd.mismatch.measure import FREE, GATED, REPLAYED, Measured, measure
+from megatron_opd.mismatch.measure import FREE, GATED, REPLAYED, MeasuredMismatch, measure
 from megatron_opd.mismatch.options import Options
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.records.types import Prompt
@@ -68,7 +68,7 @@ VERSION = 0  # of the weights that are compared
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class PreparedMismatch:
     """Holds the checked input. ends: of the student. notes: for the terminal."""
 
     student: ModelFacts
@@ -77,7 +77,7 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-def prepare(config: Config, num_prompts: int) -> Prepared:
+def prepare(config: Config, num_prompts: int) -> PreparedMismatch:
     """Check the student's model and the prompts; teachers are not looked at. Raises UserError."""
     models, _ = with_template(config.data, check_models(config, teachers=False), None)
     read = read_train(config, models)
@@ -90,7 +90,7 @@ def prepare(config: Config, num_prompts: int) -> Prepared:
     if num_prompts > there:
         notes.append(f"data.train has {there} prompts: some of the {num_prompts} are repeated")
     prompts, ends = tuple(islice(source, num_prompts)), models.ends[STUDENT]
-    return Prepared(models.student, ends, prompts, tuple(notes))
+    return PreparedMismatch(models.student, ends, prompts, tuple(notes))
 
 
 def with_recorded_routing(config: Config, spec: ModelSpec) -> Config:
@@ -139,9 +139,9 @@ class MismatchRun:
         self.served: tuple[Served, ...] = ()
         """How servers started elsewhere compute the model, once they were asked."""
         self.processes = Processes([], None)
-        self.ends = Ends(lambda: self.processes.watched())
+        self.ends = FirstCause(lambda: self.processes.watched())
 
-    def measure(self) -> Measured:
+    def measure(self) -> MeasuredMismatch:
         """Measure once. UserError: bad input. RunFailed: a part failed; its logs are kept."""
         scratch = Path(tempfile.mkdtemp(prefix="opd-mismatch-"))
         try:
@@ -153,7 +153,7 @@ class MismatchRun:
             if scratch is not None:
                 shutil.rmtree(scratch, ignore_errors=True)
 
-    async def _main(self, scratch: Path) -> Measured:
+    async def _main(self, scratch: Path) -> MeasuredMismatch:
         try:
             try:
                 with stopped_by_signals():
@@ -164,7 +164,7 @@ class MismatchRun:
             keep = partial(kept_traceback, log=scratch / "controller.log")
             raise self.ends.end(last, f"; logs are in {scratch}", keep) from last
 
-    async def _measure(self, scratch: Path) -> Measured:
+    async def _measure(self, scratch: Path) -> MeasuredMismatch:
         config = self.config
         keys = RunKeys.make()
         digests = checked(lambda: learner_digests(config))
@@ -192,7 +192,7 @@ class MismatchRun:
         keys: RunKeys,
         remote: RemoteLearner,
         fleet: Fleet,
-    ) -> Measured:
+    ) -> MeasuredMismatch:
         """Start everything and measure."""
         config = self.config
         self._say(*(f"note: {line}" for line in self.prepared.notes))
@@ -214,7 +214,7 @@ class MismatchRun:
         elsewhere = watched_engines({STUDENT: fleet}, besides=ours)
         startup_s = config.student.startup_timeout_s
         parts = self.processes.parts(startup_s)
-        parts["servers elsewhere"] = Part(there(), HealthGuard(engines=elsewhere).watch)
+        parts["servers elsewhere"] = StartingPart(there(), HealthGuard(engines=elsewhere).watch)
         await all_up(remote, startup_s, parts, self._say)
         if not config.student.urls:
             await self._join(fleet)
@@ -222,7 +222,7 @@ class MismatchRun:
         guard = RunGuard(lambda: health, remote)
         return await while_alive(guard, self._with_same_weights(fleet, remote))
 
-    async def _with_same_weights(self, fleet: Fleet, remote: RemoteLearner) -> Measured:
+    async def _with_same_weights(self, fleet: Fleet, remote: RemoteLearner) -> MeasuredMismatch:
         config = self.config
         make_transport = transport_kind(config.weight_sync).fleet_part
         transport = make_transport(fleet, remote.move_weights, config)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_opd.models.families import Key, hf_names, row_of
-from megatron_opd.models.ranks import Placement, all_gather_json
+from megatron_opd.models.ranks import RankPlacement, all_gather_json
 from megatron_opd.models.shards import Chunks, Shard, join, local_shards
 from megatron_opd.models.spec import ModelSpec
 
@@ -36,7 +36,7 @@ class FullTensors:
     model: this rank's chunks, or its only one.
     """
 
-    def __init__(self, model: Chunks, spec: ModelSpec, world: Placement) -> None:
+    def __init__(self, model: Chunks, spec: ModelSpec, world: RankPlacement) -> None:
         self.spec, self.world = spec, world
         self.shards = local_shards(model, spec, world)
         self.dtype = next(iter(self.shards.values())).parameter.dtype

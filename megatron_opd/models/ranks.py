@@ -30,7 +30,7 @@ class Ranks(Protocol):
         ...
 
 
-class Placement(Ranks, Protocol):
+class RankPlacement(Ranks, Protocol):
     """Describes ranks that share one model, and this rank's place among them."""
 
     @property

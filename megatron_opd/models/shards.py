@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_opd.models.families import Key, Row, hf_names, locate, row_of
-from megatron_opd.models.ranks import Placement
+from megatron_opd.models.ranks import RankPlacement
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import qkv_parts, row_shapes
 
@@ -43,7 +43,7 @@ class Shard:
 Chunks = torch.nn.Module | Sequence[torch.nn.Module]
 
 
-def local_shards(model: Chunks, spec: ModelSpec, world: Placement) -> dict[Key, Shard]:
+def local_shards(model: Chunks, spec: ModelSpec, world: RankPlacement) -> dict[Key, Shard]:
     """Return every parameter of this rank, by its key. model: its chunks, or the only one.
 
     KeyError: a parameter that the family's table lacks.
@@ -59,7 +59,7 @@ def local_shards(model: Chunks, spec: ModelSpec, world: Placement) -> dict[Key, 
     return shards
 
 
-def _shard(key: Key, parameter: torch.nn.Parameter, spec: ModelSpec, world: Placement) -> Shard:
+def _shard(key: Key, parameter: torch.nn.Parameter, spec: ModelSpec, world: RankPlacement) -> Shard:
     row = row_of(spec.family, key)
     index, count = world.tp_rank, world.parallel.tp
     if row.dim is None:

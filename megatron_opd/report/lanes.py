@@ -30,7 +30,7 @@ BINS = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Lane:
+class ReportLane:
     """Holds when one server or stage was busy, and paused, on the run's clock.
 
     Intervals are disjoint and rising. servers: how many share the lane; their times are in
@@ -48,7 +48,7 @@ class Lane:
 
 
 @dataclass(frozen=True, slots=True)
-class Timeline:
+class ReportTimeline:
     """Holds all lanes from 0 to stop_s on the run's clock.
 
     drops_s: when samples were dropped; drops: how many, by reason. skipped: time lines of attempts
@@ -56,7 +56,7 @@ class Timeline:
     """
 
     stop_s: float
-    lanes: tuple[Lane, ...]
+    lanes: tuple[ReportLane, ...]
     drops_s: tuple[float, ...]
     drops: Mapping[str, int]
     skipped: int
@@ -70,7 +70,7 @@ class Timeline:
         return min(1.0, worked_s / len(pairs) / self.stop_s)
 
 
-def timeline_of(traces: Sequence[TraceFile], table: Table) -> Timeline | None:
+def timeline_of(traces: Sequence[TraceFile], table: Table) -> ReportTimeline | None:
     """Lay out the traces of a run's attempts, in their order; None: there is nothing to draw."""
     ended_s = dict(zip(table.update_R.tolist(), table.time_s_R.tolist(), strict=True))
     offsets = [
@@ -85,18 +85,18 @@ def timeline_of(traces: Sequence[TraceFile], table: Table) -> Timeline | None:
     # what an attempt did after the point from which the next one continued was thrown away
     stops_s = [*(offset for _, offset in placed[1:]), math.inf]
     rows = list(dict.fromkeys(row for trace, _ in placed for row in trace.busy if row != PIPELINE))
-    lanes: list[Lane] = []
+    lanes: list[ReportLane] = []
     for row in rows:
         parts = [(t.busy.get(row), o, s) for (t, o), s in zip(placed, stops_s, strict=True)]
         pauses = [(t.paused.get(row), o, s) for (t, o), s in zip(placed, stops_s, strict=True)]
-        lanes.append(Lane(_name(row), _stage(row), ((_joined(parts), _joined(pauses)),)))
+        lanes.append(ReportLane(_name(row), _stage(row), ((_joined(parts), _joined(pauses)),)))
     drops_s = [
         at_s + offset
         for (trace, offset), stop_s in zip(placed, stops_s, strict=True)
         for at_s in trace.drops_s
         if at_s + offset < stop_s
     ]
-    return Timeline(
+    return ReportTimeline(
         stop_s=max(min(t.end_s + o, s) for (t, o), s in zip(placed, stops_s, strict=True)),
         lanes=tuple(_few(lanes)),
         drops_s=tuple(drops_s),
@@ -147,18 +147,18 @@ def _joined(parts: Iterable[tuple[BusyTime | None, float, float]]) -> BusyTime:
     return joined
 
 
-def _few(lanes: Sequence[Lane]) -> list[Lane]:
+def _few(lanes: Sequence[ReportLane]) -> list[ReportLane]:
     """Let student servers share lanes where there are more than MOST_LANES."""
     students = [lane for lane in lanes if lane.stage == "student"]
     others = [lane for lane in lanes if lane.stage != "student"]
     each = math.ceil(len(students) / MOST_LANES)
     if each <= 1:
         return [*students, *others]
-    shared: list[Lane] = []
+    shared: list[ReportLane] = []
     for first in range(0, len(students), each):
         part = students[first : first + each]
         members = tuple(pair for lane in part for pair in lane.members)
-        shared.append(Lane(f"{part[0].name} and {len(part) - 1} more", "student", members))
+        shared.append(ReportLane(f"{part[0].name} and {len(part) - 1} more", "student", members))
     return [*shared, *others]
 
 

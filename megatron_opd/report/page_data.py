@@ -11,7 +11,7 @@ from megatron_opd.metrics.catalogue import metric_of
 from megatron_opd.metrics.intervals import BusyTime
 from megatron_opd.report.accuracy import PASS, Track, tracks_of
 from megatron_opd.report.charts import NO_CURVES, OTHERS, described, sections_of
-from megatron_opd.report.lanes import BINS, MOST_INTERVALS, Lane, Timeline, shares
+from megatron_opd.report.lanes import BINS, MOST_INTERVALS, ReportLane, ReportTimeline, shares
 from megatron_opd.report.markup import visible
 from megatron_opd.report.run_data import RunData
 from megatron_opd.report.series import points_of
@@ -106,7 +106,7 @@ def _evaluation_charts(tracks: Iterable[Mapping[str, Track]]) -> list[dict[str, 
     return charts
 
 
-def _timeline(timeline: Timeline) -> dict[str, Any]:
+def _timeline(timeline: ReportTimeline) -> dict[str, Any]:
     exact = sum(lane.num_intervals for lane in timeline.lanes) <= MOST_INTERVALS
     edges_s = np.linspace(0.0, timeline.stop_s, BINS + 1)
     return {
@@ -116,7 +116,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     }
 
 
-def _lane(lane: Lane, edges_s: Any, *, exact: bool) -> dict[str, Any]:
+def _lane(lane: ReportLane, edges_s: Any, *, exact: bool) -> dict[str, Any]:
     busy = [pair[0] for pair in lane.members]
     paused = [pair[1] for pair in lane.members]
     write = _intervals if exact and len(lane.members) == 1 else lambda each: _bins(each, edges_s)

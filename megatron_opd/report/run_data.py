@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_opd.report.config_diff import Resolved, resolve
-from megatron_opd.report.lanes import Timeline, timeline_of
+from megatron_opd.report.lanes import ReportTimeline, timeline_of
 from megatron_opd.report.run_files import LogFile, NotARun, RunFiles
 from megatron_opd.report.series import Table, table_of
 from megatron_opd.report.servers import ServerTotals, server_totals
@@ -31,7 +31,7 @@ class RunData:
     table: Table
     evaluations: tuple[Mapping[str, Any], ...]
     servers: tuple[ServerTotals, ...]
-    timeline: Timeline | None
+    timeline: ReportTimeline | None
     config: Resolved | None
     changes: tuple[Mapping[str, Any], ...]
     logs: tuple[LogFile, ...]

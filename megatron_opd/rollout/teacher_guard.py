@@ -64,7 +64,7 @@ class ProbedServer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class TeacherProbe:
     """Compares what a server sampled with how it scores its own samples.
 
     gap_nats: median of abs(sampled - scored) over the cached ids; worst_nats: the largest. shape:
@@ -107,7 +107,7 @@ async def probe(
     name: str,
     backoff: Backoff,
     end_ids: tuple[int, ...] = (),
-) -> Probe:
+) -> TeacherProbe:
     """Let `server` answer `prompts` and score its answers. Raises subclasses of BridgeError.
 
     temperature: of the scores, and so of the sampling. name: makes request names unique. backoff:
@@ -146,7 +146,7 @@ async def probe(
     pairs = await asyncio.gather(*(one(index, prompt) for index, prompt in enumerate(prompts)))
     gap_N = np.concatenate([np.abs(sampled - scored) for sampled, scored, _ in pairs])
     path_T = np.concatenate([path_T for *_, path_T in pairs])
-    return Probe(
+    return TeacherProbe(
         temperature=temperature,
         gap_nats=float(np.median(gap_N)),
         worst_nats=float(gap_N.max()),

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.config.metrics import MetricsConfig
-from megatron_opd.metrics.opd_health import PREFIX, Scored, measure
+from megatron_opd.metrics.opd_health import PREFIX, ScoredSelection, measure
 from megatron_opd.records.seeds import HEALTH, derived_seed
 from megatron_opd.records.types import AnySample, Batch, IntArray, Rollout, Sample, sample_here
 from megatron_opd.rollout.scorer import ScoreFleet
@@ -111,7 +111,7 @@ class HealthProbe:
         about = {f"{PREFIX}update": batch.update, f"{PREFIX}s": clock() - began_s}
         return figures.columns() | about
 
-    async def score(self, rollout: Rollout) -> Scored:
+    async def score(self, rollout: Rollout) -> ScoredSelection:
         """Return what the student, and then its teacher, say of one response. BridgeError."""
         tokens = rollout.num_response_tokens
         given = np.array(sorted(self._end_ids), dtype=np.int32)
@@ -124,7 +124,7 @@ class HealthProbe:
         teacher = await self._select(
             *(fleet, "teacher", rollout, self._temperatures[1]), student.offsets_T1, student.ids_N
         )
-        return Scored(student, teacher)
+        return ScoredSelection(student, teacher)
 
     async def _select(
         self,

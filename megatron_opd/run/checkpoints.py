@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_opd.checkpoint.part_dir import write_synced
-from megatron_opd.checkpoint.run_lock import Claim, NotTheHolder
+from megatron_opd.checkpoint.run_lock import LockClaim, NotTheHolder
 from megatron_opd.checkpoint.state_dirs import LEARNER, StepDirs
 from megatron_opd.checkpoint.state_files import sums_name
 from megatron_opd.config.schema import Config
@@ -32,7 +32,7 @@ CONTROLLER, RUN = "controller.msgpack", "run.json"
 POLL_S = 0.1
 
 
-class Evaluations(Protocol):
+class KeptEvaluations(Protocol):
     """Names what checkpoint.keep_best asks of evaluation.evaluations.Evaluations."""
 
     @property
@@ -75,9 +75,9 @@ class Checkpoints:
         learner: SavingLearner,
         extras: Callable[[], dict[str, Any]],
         say: Callable[[str], None],
-        claim: Claim | None = None,
+        claim: LockClaim | None = None,
         updates: int = 0,
-        evaluations: Evaluations | None = None,
+        evaluations: KeptEvaluations | None = None,
     ) -> None:
         self._dirs, self._config, self._learner = dirs, config.checkpoint, learner
         self._ranks = config.learner.parallel.world_size

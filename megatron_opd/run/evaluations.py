@@ -14,7 +14,7 @@ from megatron_opd.controller.ports import Keeper, TakeState
 from megatron_opd.evaluation.evaluations import Evaluations
 from megatron_opd.evaluation.measure import CompletionPort, FleetPort
 from megatron_opd.evaluation.ports import Surroundings
-from megatron_opd.evaluation.progress import Evaluated, Progress
+from megatron_opd.evaluation.progress import Evaluated, EvaluationProgress
 from megatron_opd.evaluation.sets import evaluated_sets
 from megatron_opd.evaluation.summary import summary_of
 from megatron_opd.inputs.prepare import Prepared
@@ -48,7 +48,7 @@ class RunEvaluations:
         self._controller: Controller | None = None
         self._unwritten: list[Mapping[str, Any]] = []
         self._sets = evaluated_sets(config, prepared)
-        self._before, self._after = Progress(), False
+        self._before, self._after = EvaluationProgress(), False
         run = Surroundings(
             port=lambda: self._port(STUDENT),
             updates=lambda: self._accounted(),
@@ -75,7 +75,7 @@ class RunEvaluations:
         self._after = self._config.evaluation.after
         return lines
 
-    def continue_from(self, kept: Progress | None) -> str:
+    def continue_from(self, kept: EvaluationProgress | None) -> str:
         """Forget what came after a checkpoint; return the rows of evaluations.jsonl until it.
 
         kept: its; None: continue from what there was before the first update.
@@ -135,7 +135,7 @@ class RunEvaluations:
         return FleetPort(self._fleets[role], attempts, self._ends[role].ids)
 
 
-def rows_of(progress: Progress) -> str:
+def rows_of(progress: EvaluationProgress) -> str:
     """Return the content of evaluations.jsonl that a checkpoint stands for."""
     return "".join(f"{_line(row)}\n" for row in progress.rows)
 

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.extra_args import settings_of
-from megatron_opd.metrics.mismatch_limits import ENOUGH, Bound, Gap, limits_of
+from megatron_opd.metrics.mismatch_limits import ENOUGH, Bound, MismatchGap, limits_of
 from megatron_opd.transport.messages import UpdateMetrics
 
 NOT_JUDGED: dict[str, Any] = {
@@ -45,7 +45,7 @@ class MismatchJudge:
         settings = settings_of(config)
         limits = limits_of(config, settings, experts=experts, gpu=gpu)
         self._limits = None if self._action == "off" else limits
-        self._seen, self._exceeded = Gap(), False
+        self._seen, self._exceeded = MismatchGap(), False
 
     @property
     def bound(self) -> Bound | None:
@@ -57,7 +57,7 @@ class MismatchJudge:
             return None
         return Bound(self._limits, self._seen)
 
-    def refusal(self, update: int, gap: Gap) -> UserError:
+    def refusal(self, update: int, gap: MismatchGap) -> UserError:
         """Return what ends the run whose learner refused an update with this gap."""
         self._seen, self._exceeded = self._seen.plus(gap), True
         return UserError(
@@ -73,7 +73,9 @@ class MismatchJudge:
         assert metrics.probs_diff_mean is not None
         assert metrics.mismatch_k3_nats is not None
         first = not self._seen.tokens
-        gap = Gap(tokens, tokens * metrics.probs_diff_mean, tokens * metrics.mismatch_k3_nats)
+        gap = MismatchGap(
+            tokens, tokens * metrics.probs_diff_mean, tokens * metrics.mismatch_k3_nats
+        )
         self._seen = self._seen.plus(gap)
         self._exceeded = not self._limits.allow(self._seen)
         told = f"learner.mismatch_limit: at update {update}, {self._figures()}"

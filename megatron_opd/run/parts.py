@@ -21,7 +21,7 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.errors import kept_traceback
 from megatron_opd.fleet.elastic import Elastic
-from megatron_opd.fleet.ends import Ends
+from megatron_opd.fleet.ends import FirstCause
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.inputs.prepare import Prepared
 from megatron_opd.inputs.prompt_order import KeptData, data_now
@@ -97,7 +97,7 @@ class RunParts:
         self.controller: Controller | None = None
         self.remote: RemoteLearner | None = None
         self.processes = Processes([], None)
-        self.ends = Ends(lambda: self.processes.watched())
+        self.ends = FirstCause(lambda: self.processes.watched())
         self.fleets: dict[Role, Fleet] = {}
         self.evaluations = RunEvaluations(config, prepared, self.fleets, self._say)
         self.supervisor: Supervisor | None = None

@@ -24,10 +24,10 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.wording import line
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.controller.snapshot_codec import decode_state
-from megatron_opd.data.file_sums import Difference, Part
+from megatron_opd.data.file_sums import FileDifference, FilePart
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.errors import UserError
-from megatron_opd.evaluation.progress import Progress, progress_from
+from megatron_opd.evaluation.progress import EvaluationProgress, progress_from
 from megatron_opd.inputs.prompt_order import COST, TRAIN_KEY, Begun, KeptData, compared, read_kept
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.totals import RunTotals
@@ -152,7 +152,7 @@ class Resumption:
         return self.path / LEARNER
 
     @property
-    def evaluations(self) -> Progress:
+    def evaluations(self) -> EvaluationProgress:
         """Returns what was known of evaluations."""
         return progress_from(self.extras["evaluations"])
 
@@ -195,11 +195,11 @@ def find_resumption(
     _check_left(config, run_dir, updates)
     kept = read_kept(extras["data"])
     if data_in_memory:
-        same = (Difference.NONE,) * len(kept.sums)
+        same = (FileDifference.NONE,) * len(kept.sums)
         begun = Begun(state, kept, kept.sums, same, accepted=False)
     else:
         begun = _begun(config, state, kept, accepted=TRAIN_KEY in accepted)
-        if Difference.CHANGED in begun.differences:
+        if FileDifference.CHANGED in begun.differences:
             changed.setdefault(TRAIN_KEY, (_in_json(kept.sums), _in_json(begun.sums)))
         elif TRAIN_KEY in accepted and TRAIN_KEY not in changed:
             raise UserError(f"--accept-changes: {TRAIN_KEY} has not changed, or only grown")
@@ -220,7 +220,7 @@ def _begun(config: Config, state: ControllerState, kept: KeptData, *, accepted: 
     changed = [
         str(file.path)
         for file, each in zip(config.data.train, differences, strict=True)
-        if each is Difference.CHANGED
+        if each is FileDifference.CHANGED
     ]
     if changed and not accepted:
         raise UserError(
@@ -230,7 +230,7 @@ def _begun(config: Config, state: ControllerState, kept: KeptData, *, accepted: 
     return Begun(state, kept, sums, differences, accepted)
 
 
-def _in_json(sums: Sequence[Sequence[Part]]) -> list[list[str]]:
+def _in_json(sums: Sequence[Sequence[FilePart]]) -> list[list[str]]:
     return [[f"{part.size} bytes, crc32 {part.crc32}" for part in each] for each in sums]
 
 

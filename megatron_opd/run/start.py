@@ -9,7 +9,7 @@ from megatron_opd.fleet.guards import watched_engines
 from megatron_opd.fleet.startup import ServedModel, all_up, join_role
 from megatron_opd.launch.data_workers import DataWorkers
 from megatron_opd.launch.health import HealthGuard
-from megatron_opd.launch.joining import Part, there
+from megatron_opd.launch.joining import StartingPart, there
 from megatron_opd.launch.processes import Processes
 from megatron_opd.run.parts import RunParts
 from megatron_opd.transport.frames import largest_frame_bytes
@@ -40,7 +40,7 @@ class RunStart(RunParts):
         limits = [section_of(config, role).startup_timeout_s for role in self.roles]
         startup_s = max(limits, default=config.student.startup_timeout_s)
         parts = self.processes.parts(startup_s)
-        parts["servers elsewhere"] = Part(there(), self._elsewhere(fleets))
+        parts["servers elsewhere"] = StartingPart(there(), self._elsewhere(fleets))
         await all_up(remote, startup_s, parts, self._say)
         for role in self.roles:
             if not section_of(config, role).urls:
@@ -51,7 +51,7 @@ class RunStart(RunParts):
         self._say(f"waiting for a learner: --controller {remote.address}")
         limits = {role: section_of(self.config, role).startup_timeout_s for role in self.roles}
         parts = {
-            f"{role}.urls {' '.join(self.urls[role])}": Part(
+            f"{role}.urls {' '.join(self.urls[role])}": StartingPart(
                 self._join(role, fleets[role], limits[role]), self._elsewhere({role: fleets[role]})
             )
             for role in self.roles

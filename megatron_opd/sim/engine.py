@@ -24,7 +24,7 @@ from megatron_opd.sim.costs import EngineCost
 Phase = Literal["idle", "prefill", "decode", "paused"]
 
 
-class Job:
+class EngineJob:
     """Holds one request. tokens: of the response it will have. done: that it has.
 
     spans: [version, first token] of every version that sampled some of it.
@@ -60,10 +60,10 @@ class Engine:
         self.next_s = math.inf
         """When something happens next that `advance` has to see."""
         self._numbers = count()
-        self._waiting: deque[Job] = deque()
-        self._prefilling: list[Job] = []
-        self._decoding: list[tuple[int, int, Job]] = []  # a heap, by their last step
-        self._cancelled: list[Job] = []
+        self._waiting: deque[EngineJob] = deque()
+        self._prefilling: list[EngineJob] = []
+        self._decoding: list[tuple[int, int, EngineJob]] = []  # a heap, by their last step
+        self._cancelled: list[EngineJob] = []
         self._pausing = False
         self._num = 0  # requests that are decoded
         self._cached = 0  # tokens in the cache of those, at the last change
@@ -87,7 +87,7 @@ class Engine:
         """Returns how many requests are prefilled or decoded."""
         return self._num + len(self._prefilling)
 
-    def add(self, job: Job, now_s: float) -> None:
+    def add(self, job: EngineJob, now_s: float) -> None:
         """Take a request."""
         job.number = next(self._numbers)
         self._waiting.append(job)
@@ -96,7 +96,7 @@ class Engine:
         else:
             self._look_at_queue(now_s)
 
-    def cancel(self, job: Job, now_s: float) -> None:
+    def cancel(self, job: EngineJob, now_s: float) -> None:
         """Forget a request, at the end of the step if it is being decoded."""
         if job.ended:
             return
@@ -124,14 +124,14 @@ class Engine:
         if self.phase == "paused":
             self._change(now_s)
 
-    def lost(self) -> list[Job]:
+    def lost(self) -> list[EngineJob]:
         """Return all requests that are not complete, as the server has died; use it no more."""
         decoding = [job for _, _, job in self._decoding]
         return [j for j in (*self._waiting, *self._prefilling, *decoding) if not j.ended]
 
-    def advance(self, now_s: float) -> list[Job]:
+    def advance(self, now_s: float) -> list[EngineJob]:
         """Do all that happens until `now_s`; return what is complete."""
-        complete: list[Job] = []
+        complete: list[EngineJob] = []
         while self.next_s <= now_s:
             at_s = self.next_s
             if self.phase == "prefill":
@@ -171,7 +171,7 @@ class Engine:
     def _look_at_end_of_step(self, now_s: float) -> None:
         self.next_s = min(self.next_s, self._time_of(self._steps_until(now_s)))
 
-    def _end_step(self, at_s: float, complete: list[Job]) -> None:
+    def _end_step(self, at_s: float, complete: list[EngineJob]) -> None:
         steps = self._steps_until(at_s)
         self._step += steps
         self._cached += steps * self._num
@@ -183,11 +183,11 @@ class Engine:
                 self._leave(job, job.tokens)
                 self._end(job, complete)
 
-    def _end(self, job: Job, complete: list[Job]) -> None:
+    def _end(self, job: EngineJob, complete: list[EngineJob]) -> None:
         job.ended, job.running = True, False
         complete.append(job)
 
-    def _end_prefill(self, complete: list[Job]) -> None:
+    def _end_prefill(self, complete: list[EngineJob]) -> None:
         for job in self._prefilling:
             if not job.spans or job.spans[-1][0] != self.version:
                 job.spans.append((self.version, job.done))
@@ -204,7 +204,7 @@ class Engine:
 
     # ------------------------------------------------------------ changes of who is running
 
-    def _leave(self, job: Job, done: int) -> None:
+    def _leave(self, job: EngineJob, done: int) -> None:
         self._num -= 1
         self._cached -= job.prompt_tokens + done
         self._room -= job.room
@@ -243,7 +243,7 @@ class Engine:
         self.phase = "decode"
         self.next_s = self._time_of(self._decoding[0][0] - self._step)
 
-    def _done(self, job: Job) -> int:
+    def _done(self, job: EngineJob) -> int:
         """Return the tokens of a request that is decoded."""
         return job.tokens - (job.stop - self._step)
 
@@ -269,7 +269,7 @@ class Engine:
                 job.running = True
             self._waiting.popleft()
 
-    def _fits(self, job: Job) -> bool:
+    def _fits(self, job: EngineJob) -> bool:
         cost, running = self._cost, self.running
         if running >= cost.max_running:
             return False

@@ -14,7 +14,7 @@ from itertools import count
 from typing import Protocol
 
 
-class Owner(Protocol):
+class WorkOwner(Protocol):
     """Holds an alarm. alarm: number of the one that counts; the host sets it."""
 
     alarm: int
@@ -33,7 +33,7 @@ class Host:
     def __init__(self, cores: float | None = None) -> None:
         self._cores = math.inf if cores is None else cores
         self._loop = asyncio.get_running_loop()
-        self._heap: list[tuple[float, int, Owner]] = []
+        self._heap: list[tuple[float, int, WorkOwner]] = []
         self._numbers = count(1)
         self._timer: asyncio.TimerHandle | None = None
         self._timer_s = math.inf
@@ -52,7 +52,7 @@ class Host:
         """Returns whether components have to share cores."""
         return self._cores < math.inf
 
-    def set_alarm(self, owner: Owner, when_s: float) -> None:
+    def set_alarm(self, owner: WorkOwner, when_s: float) -> None:
         """Ring at `when_s`, in place of the alarm that `owner` had; inf: never."""
         owner.alarm = number = next(self._numbers)
         if when_s < math.inf:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, Protocol, TypeVar
 
 from megatron_opd.sim.arrays import SharedArrays
-from megatron_opd.sim.engine import Engine, Job
+from megatron_opd.sim.engine import Engine, EngineJob
 from megatron_opd.sim.host import Host
 from megatron_opd.sim.lengths import LengthDraws
 from megatron_opd.sim.scoring import ScoreJob, Scorer
@@ -67,7 +67,7 @@ class Model(Protocol[JobT]):
 ModelT = TypeVar("ModelT", bound=Model[Any])
 
 
-class Server(Generic[ModelT]):
+class SimulatedServer(Generic[ModelT]):
     """Represents one server process.
 
     make: makes the model of one that has just started. front_cores: see EngineCost. busy_s: for how
@@ -175,7 +175,7 @@ class Server(Generic[ModelT]):
         self._host.occupy(-self._cores)
 
 
-class Student(Server[Engine]):
+class SimulatedStudent(SimulatedServer[Engine]):
     """Represents a server that samples."""
 
     paused = updating = False
@@ -220,7 +220,7 @@ class Replies:
 class Client(ServerClient):
     """Talks to a simulated server as ServerClient does over HTTP."""
 
-    def __init__(self, server: Server[Any], replies: Replies) -> None:
+    def __init__(self, server: SimulatedServer[Any], replies: Replies) -> None:
         super().__init__(server.url, timeout_s=1.0)
         self.server = server
         self._replies = replies
@@ -267,13 +267,13 @@ class Client(ServerClient):
 class StudentClient(Client):
     """Talks to a simulated student server."""
 
-    server: Student
+    server: SimulatedStudent
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
         """Answer as ServerClient does."""
         assert request.seed is not None, "a simulated response's length follows from its seed"
         tokens, is_cut = self._replies.lengths.response(request.seed)
-        job = Job(len(request.input_ids), min(tokens, request.max_new_tokens))
+        job = EngineJob(len(request.input_ids), min(tokens, request.max_new_tokens))
         starts = await self._travel()
         await self.server.work_on(job)
         await self._return(starts)
@@ -323,7 +323,7 @@ class StudentClient(Client):
 class TeacherClient(Client):
     """Talks to a simulated teacher's server."""
 
-    server: Server[Scorer]
+    server: SimulatedServer[Scorer]
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """Answer as ServerClient does."""

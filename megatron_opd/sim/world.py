@@ -48,8 +48,8 @@ from megatron_opd.sim.servers import (
     VOCABULARY,
     Client,
     Replies,
-    Server,
-    Student,
+    SimulatedServer,
+    SimulatedStudent,
     StudentClient,
     TeacherClient,
 )
@@ -120,7 +120,7 @@ class _World:
         self.config, self.costs = config, costs
         self.lengths = LengthDraws(lengths, config.rollout.max_new_tokens, config.simulation.seed)
         self.arrays = SharedArrays()
-        self.servers: dict[str, Server[Any]] = {}
+        self.servers: dict[str, SimulatedServer[Any]] = {}
         self.urls: dict[Role, tuple[str, ...]] = {}
         self.clients: dict[str, Callable[[], Client]] = {}
         self.fleets: dict[Role, Fleet] = {}
@@ -161,12 +161,12 @@ class _World:
 
     def _add_student(self, url: str, host: Host, replies: Replies) -> None:
         cost = self.costs.engine
-        server = Student(url, lambda: Engine(cost), host, cost.front_cores)
+        server = SimulatedStudent(url, lambda: Engine(cost), host, cost.front_cores)
         self.servers[url] = server
         self.clients[url] = lambda: StudentClient(server, replies)
 
     def _add_teacher(self, url: str, cost: ScoreCost, host: Host, replies: Replies) -> None:
-        server = Server(url, lambda: Scorer(cost), host, cost.front_cores)
+        server = SimulatedServer(url, lambda: Scorer(cost), host, cost.front_cores)
         self.servers[url] = server
         self.clients[url] = lambda: TeacherClient(server, replies)
 
@@ -339,7 +339,7 @@ class _World:
                     prompts=self._prompts(),
                     learner=learner,
                     observer=recorder,
-                    guard=None if supervisor is None else Guard(supervisor),
+                    guard=None if supervisor is None else SimulatedGuard(supervisor),
                     **parts,
                 ),
             )
@@ -388,7 +388,7 @@ class _World:
 class DeathWatch:
     """Notices the end of a simulated server, as the health guard does, without looking at it."""
 
-    def __init__(self, server: Server[Any]) -> None:
+    def __init__(self, server: SimulatedServer[Any]) -> None:
         self._server = server
 
     async def watch(self) -> None:
@@ -398,7 +398,7 @@ class DeathWatch:
         raise ProcessDied(f"server {self._server.url} ended")
 
 
-class Guard:
+class SimulatedGuard:
     """Ends a run that has too few servers; a controller.ports.Guard."""
 
     def __init__(self, supervisor: Supervisor) -> None:

@@ -26,9 +26,9 @@ from megatron_opd.rollout.generator import make_generator
 from megatron_opd.rollout.scorer import make_scorer
 from megatron_opd.rollout.scores import unscored
 from megatron_opd.sites.absence import Patience
-from megatron_opd.sites.messages import Hello, ToLearner, encode
+from megatron_opd.sites.messages import SiteHello, ToLearner, encode
 from megatron_opd.sites.mirror_part import MirrorPart
-from megatron_opd.sites.sampling import Finished, Sampling
+from megatron_opd.sites.sampling import Finished, SiteSampling
 from megatron_opd.sites.site import Site
 from megatron_opd.sites.site_weights import SiteWeights
 from megatron_opd.transport.samples import counted_draws
@@ -42,7 +42,7 @@ class SiteParts:
     """Holds what a site consists of besides its servers and its link."""
 
     site: Site
-    sampling: Sampling
+    sampling: SiteSampling
     weights: SiteWeights
 
     def counts(self, link: LinkClient) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def make_parts(
     fleets: Mapping[Role, Fleet],
     models: CheckedModels,
     judge: Judge | None,
-    hello: Hello,
+    hello: SiteHello,
     link: LinkClient,
     owner: str,
     patience: Patience,
@@ -137,7 +137,7 @@ def make_parts(
     async def deliver(finished: Finished) -> None:
         await site.deliver(finished)
 
-    sampling = Sampling(
+    sampling = SiteSampling(
         _Held(rollouts, generator.generate),
         scorer,
         slots=config.rollout.concurrency,

@@ -19,7 +19,7 @@ from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.records.types import AnyRollout, FloatArray, OffsetArray, Prompt, Sample
 from megatron_opd.rollout.overlong import Length
-from megatron_opd.sites.messages import Done
+from megatron_opd.sites.messages import SiteDone
 from megatron_opd.transport.samples import FRAMES, Frames, decode_sample
 from sglang_bridge.arrays import LOGP_SLACK
 from sglang_bridge.errors import one_line
@@ -60,7 +60,7 @@ class SampleRules:
 def received_sample(
     rules: SampleRules,
     prompt: Prompt,
-    done: Done,
+    done: SiteDone,
     frames: Frames,
     *,
     may_have: Callable[[int], bool],
@@ -104,7 +104,7 @@ def received_sample(
     return _scored(rules, sample, done) if scores else sample
 
 
-def _check_response(rules: SampleRules, done: Done, sample: Sample, prompt: Prompt) -> None:
+def _check_response(rules: SampleRules, done: SiteDone, sample: Sample, prompt: Prompt) -> None:
     ids_T, kind = sample.rollout.response_ids_T, done.finish_reason
     _require(kind in FINISH_REASONS, f"finish_reason {one_line(repr(kind), 40)}")
     inside = int(ids_T.min()) >= 0 and int(ids_T.max()) < rules.vocab_size
@@ -165,7 +165,7 @@ def _check_routing(rules: SampleRules, sample: Sample) -> None:
         _require(sound, "weights of experts that cannot be")
 
 
-def _scored(rules: SampleRules, sample: Sample, done: Done) -> Sample:
+def _scored(rules: SampleRules, sample: Sample, done: SiteDone) -> Sample:
     """Return the sample with its reward, and what its length does. Forged: scores that are none."""
     prompt, reward = sample.rollout.prompt, done.reward
     try:

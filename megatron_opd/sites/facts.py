@@ -8,17 +8,19 @@ import uuid
 from megatron_opd.config.schema import Config
 from megatron_opd.data.end_tokens import Ending
 from megatron_opd.sites.identity import model_crc32, site_digests, tokenizer_crc32
-from megatron_opd.sites.messages import PROTOCOL, Hello
+from megatron_opd.sites.messages import PROTOCOL, SiteHello
 
 
-def hello_of(config: Config, site: str, vocab_size: int, ending: Ending, *, scores: bool) -> Hello:
+def hello_of(
+    config: Config, site: str, vocab_size: int, ending: Ending, *, scores: bool
+) -> SiteHello:
     """Return what site `site` says of itself, holding nothing yet.
 
     config: the site's own. vocab_size, ending: see Hello. ValueError: the student's files cannot be
     read.
     """
     model = config.student.model
-    return Hello(
+    return SiteHello(
         protocol=PROTOCOL,
         site=site,
         process=uuid.uuid4().hex,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_opd.config.digests import differing_keys
 from megatron_opd.config.wording import shown
-from megatron_opd.sites.messages import PROTOCOL, Hello
-from megatron_opd.sites.settings import Expected
+from megatron_opd.sites.messages import PROTOCOL, SiteHello
+from megatron_opd.sites.settings import ExpectedSite
 
 MOST_KEYS = 5
 """Keys that a refusal names."""
@@ -13,7 +13,9 @@ MOST_CHARS = 120
 """Characters of a list of ids that a refusal shows."""
 
 
-def refusal(hello: Hello, name: str, scores: bool, expected: Expected, skew_s: float) -> str | None:
+def refusal(
+    hello: SiteHello, name: str, scores: bool, expected: ExpectedSite, skew_s: float
+) -> str | None:
     """Return in one line why a site is refused, or None.
 
     name: whose key it showed. scores: what sites.members says of it. skew_s: its clock less ours.

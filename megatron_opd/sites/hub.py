@@ -29,28 +29,28 @@ from megatron_opd.records.types import Sample, rollout_here
 from megatron_opd.sites.checking import SampleRules
 from megatron_opd.sites.figures import SiteFigures, SitesNow, columns
 from megatron_opd.sites.greeting import refusal
-from megatron_opd.sites.intake import Ends, Hold, Intake
-from megatron_opd.sites.member import Errand, Member
+from megatron_opd.sites.intake import Hold, Intake, SiteEnds
+from megatron_opd.sites.member import Errand, SiteMember
 from megatron_opd.sites.messages import (
     DETAIL_CHARS,
     Again,
-    Done,
     Farewell,
+    FilePiece,
     Gone,
-    Hello,
     Leaving,
     Offer,
-    Piece,
     Serving,
+    SiteDone,
+    SiteHello,
+    SiteWelcome,
     ToLearner,
     ToSite,
     Want,
-    Welcome,
     decode_to_learner,
     encode,
 )
 from megatron_opd.sites.ports import SiteLinks, Versions
-from megatron_opd.sites.settings import Expected, HubSettings, IntakeSettings
+from megatron_opd.sites.settings import ExpectedSite, HubSettings, IntakeSettings
 from megatron_opd.sites.silence import Silence
 from megatron_opd.sites.suspicion import Suspicions
 from megatron_opd.sites.together import Failure, together
@@ -86,7 +86,7 @@ class Hub:
         self,
         settings: HubSettings,
         taking: IntakeSettings,
-        expected: Expected,
+        expected: ExpectedSite,
         rules: SampleRules,
         links: SiteLinks,
         scorer: TeacherScorer | None,
@@ -96,7 +96,7 @@ class Hub:
         self._settings, self._scores, self._expected = settings, taking.scores, expected
         self._links, self._say = links, say
         self._group_size = taking.group_size
-        self._members = {name: Member(name) for name in settings.slots}
+        self._members = {name: SiteMember(name) for name in settings.slots}
         self._rules, self._hold = rules, hold
         self.intake = self._intake(taking, scorer)
         self._silence = Silence(
@@ -136,7 +136,7 @@ class Hub:
                 self._tell(member, Again())
 
     def _intake(self, taking: IntakeSettings, scorer: TeacherScorer | None) -> Intake:
-        ends = Ends(self._tell, self._links.counts, self._took, self._fault)
+        ends = SiteEnds(self._tell, self._links.counts, self._took, self._fault)
         return Intake(taking, self._rules, ends, scorer, self._hold)
 
     # ------------------------------------------------------------ figures
@@ -176,7 +176,7 @@ class Hub:
         if isinstance(message, Offer):
             self._members[site].offered.add(message.version)
             self.intake.offered(message.version)
-        lane = BULK if isinstance(message, Piece) else URGENT
+        lane = BULK if isinstance(message, FilePiece) else URGENT
         await self._links.send(site, [encode(message), *frames], lane)
 
     async def farewell(self) -> None:
@@ -192,17 +192,17 @@ class Hub:
         """Returns the sites that were part of the run and have not heard its farewell."""
         return [name for name, member in self._members.items() if self._is_unaware(member)]
 
-    def _is_unaware(self, member: Member) -> bool:
+    def _is_unaware(self, member: SiteMember) -> bool:
         if member.quarantined is not None or member.last_refusal is not None or member.has_left:
             return False
         if not member.figures.starts:
             return False
         return not member.is_told or self._links.counts(member.name).waiting_bytes > 0
 
-    def _tell(self, member: Member, message: ToSite) -> None:
+    def _tell(self, member: SiteMember, message: ToSite) -> None:
         self._do_for(member, partial(self.send, member.name, message))
 
-    def _do_for(self, member: Member, errand: Errand) -> None:
+    def _do_for(self, member: SiteMember, errand: Errand) -> None:
         member.do(errand, self._failure.watch)
 
     async def _listen(self) -> None:
@@ -223,7 +223,7 @@ class Hub:
                         member.stop_timer()
                         self.intake.resume(member)
 
-    def _received(self, member: Member, received: Received) -> None:
+    def _received(self, member: SiteMember, received: Received) -> None:
         try:
             message = decode_to_learner(received.parts[0])
             self._do(member, message, received.parts[1:])
@@ -233,20 +233,20 @@ class Hub:
             member.figures.refused[type(error).__name__] += 1
             logger.warning("site %s: %s", member.name, one_line(str(error)))
 
-    def _do(self, member: Member, message: ToLearner, frames: Frames) -> None:
+    def _do(self, member: SiteMember, message: ToLearner, frames: Frames) -> None:
         """Do what a record says. ValueError: it makes no sense now."""
         if member.quarantined is not None:
-            if isinstance(message, Hello):
+            if isinstance(message, SiteHello):
                 self._refuse(member, member.quarantined)
             return
-        if isinstance(message, Hello):
+        if isinstance(message, SiteHello):
             if self._has_ended:
                 member.is_told = True
                 self._tell(member, Farewell(None))
             else:
                 self._greet(member, message)
         elif member.is_asked_again:  # of the run before, which is no more
-            member.figures.void += isinstance(message, Done | Gone)
+            member.figures.void += isinstance(message, SiteDone | Gone)
         elif not member.is_welcome:
             raise ValueError(f"{type(message).__name__} before Welcome")
         elif isinstance(message, Leaving):
@@ -262,7 +262,7 @@ class Hub:
             self._silence.broken()
             self._answered(member, message, frames)
 
-    def _answered(self, member: Member, message: Gone | Done, frames: Frames) -> None:
+    def _answered(self, member: SiteMember, message: Gone | SiteDone, frames: Frames) -> None:
         if isinstance(message, Gone):
             self.intake.gone(member, message)
         else:
@@ -270,7 +270,7 @@ class Hub:
 
     # ------------------------------------------------------------ coming and going
 
-    def _greet(self, member: Member, hello: Hello) -> None:
+    def _greet(self, member: SiteMember, hello: SiteHello) -> None:
         """Welcome a site, or refuse it."""
         offset_s = self._links.counts(member.name).clock_offset_s
         skew_s = hello.clock_s - time.time() if offset_s is None else offset_s
@@ -284,12 +284,12 @@ class Hub:
         slots = min(hello.slots, self._settings.slots[member.name])
         wanted = self.intake.wanted(hello.holds)[:slots]
         member.begin(hello.process, slots, wanted, self.intake.newest)
-        self._tell(member, Welcome(self._settings.run, self._settings.updates, wanted))
+        self._tell(member, SiteWelcome(self._settings.run, self._settings.updates, wanted))
         self._do_for(member, partial(self._joined, member, wanted))
         before = f", {len(wanted)} of them from before" if wanted else ""
         self._say(f"site {member.name} is there with {slots} slots{before}")
 
-    async def _joined(self, member: Member, holds: Sequence[int]) -> None:
+    async def _joined(self, member: SiteMember, holds: Sequence[int]) -> None:
         """Give a site its first prompts, once it was told which versions there are."""
         assert self.versions is not None
         await self.versions.joined(member.name)
@@ -298,7 +298,7 @@ class Hub:
         self.intake.join(member, holds)
         self._came.set()
 
-    def _refuse(self, member: Member, cause: str) -> None:
+    def _refuse(self, member: SiteMember, cause: str) -> None:
         """Tell a site why it is not part of the run, and the user once."""
         cause = one_line(cause, DETAIL_CHARS)
         member.figures.refused["Hello"] += 1
@@ -307,23 +307,23 @@ class Hub:
             member.last_refusal = cause
             self._say(cause)
 
-    def _restarted(self, member: Member) -> None:
+    def _restarted(self, member: SiteMember) -> None:
         """Wait for the Hello of a new process; what was in flight to the old one is gone."""
         member.end()
         self._later_lost(member)
 
-    def _later_lost(self, member: Member) -> None:
+    def _later_lost(self, member: SiteMember) -> None:
         self.intake.pause(member)
         member.start_timer(self._settings.lost_after_s, partial(self._lost, member))
 
-    def _lost(self, member: Member) -> None:
+    def _lost(self, member: SiteMember) -> None:
         """Give a site's prompts to others; whichever answer comes first counts."""
         held = self.intake.lose(member, for_good=False)
         if held:
             member.figures.lost += 1
             self._say(f"site {member.name} is lost with {held} prompts, which others sample")
 
-    def _without(self, member: Member) -> None:
+    def _without(self, member: SiteMember) -> None:
         """Do without a process of a site; others get its prompts at once."""
         member.end()
         self.intake.lose(member, for_good=True)
@@ -332,14 +332,14 @@ class Hub:
 
     # ------------------------------------------------------------ faults
 
-    def _serving(self, member: Member, version: int) -> None:
+    def _serving(self, member: SiteMember, version: int) -> None:
         if version not in member.offered:
             self._fault(member, f"it serves version {version}, which it was not offered")
             return
         member.serves(version)
         self.intake.resume(member)
 
-    def _took(self, member: Member, sample: Sample) -> None:
+    def _took(self, member: SiteMember, sample: Sample) -> None:
         """Compare a sample that counts with those of the other sites."""
         rollout = rollout_here(sample.rollout)
         if rollout.prompt.uid % self._group_size or len(rollout.spans) > 1:
@@ -349,14 +349,14 @@ class Hub:
         if why is not None:
             self._quarantine(member, why)
 
-    def _fault(self, member: Member, why: str) -> None:
+    def _fault(self, member: SiteMember, why: str) -> None:
         """Count what no sound site sends."""
         member.figures.faults += 1
         logger.warning("site %s: %s", member.name, why)
         if member.figures.faults >= self._settings.quarantine_after:
             self._quarantine(member, why)
 
-    def _quarantine(self, member: Member, why: str) -> None:
+    def _quarantine(self, member: SiteMember, why: str) -> None:
         if member.quarantined is not None:
             return
         member.quarantined = one_line(f"site {member.name} is quarantined: {why}", DETAIL_CHARS)

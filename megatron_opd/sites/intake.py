@@ -23,8 +23,8 @@ from megatron_opd.records.types import (
     rollout_here,
 )
 from megatron_opd.sites.checking import MOST_S, Forged, SampleRules, received_sample
-from megatron_opd.sites.member import Member
-from megatron_opd.sites.messages import DETAIL_CHARS, Done, Forget, Gone, Task, ToSite
+from megatron_opd.sites.member import SiteMember
+from megatron_opd.sites.messages import DETAIL_CHARS, Forget, Gone, SiteDone, SiteTask, ToSite
 from megatron_opd.sites.pending import Gift, Pending
 from megatron_opd.sites.settings import IntakeSettings
 from megatron_opd.transport.samples import Frames
@@ -49,7 +49,7 @@ class TooLate(TooOld):
 
 
 @dataclass(frozen=True, slots=True)
-class Ends:
+class SiteEnds:
     """Holds what samples are taken with.
 
     tell: sends a record to a site, after all that were to be sent before. counts: says how the link
@@ -57,10 +57,10 @@ class Ends:
     none.
     """
 
-    tell: Callable[[Member, ToSite], None]
+    tell: Callable[[SiteMember, ToSite], None]
     counts: Callable[[str], LinkCounts]
-    took: Callable[[Member, Sample], None]
-    fault: Callable[[Member, str], None]
+    took: Callable[[SiteMember, Sample], None]
+    fault: Callable[[SiteMember, str], None]
 
 
 class Intake:
@@ -80,14 +80,14 @@ class Intake:
         self,
         settings: IntakeSettings,
         rules: SampleRules,
-        ends: Ends,
+        ends: SiteEnds,
         scorer: TeacherScorer | None,
         hold: Hold | None = None,
     ) -> None:
         self._settings, self._rules, self._ends = settings, rules, ends
         self._scorer, self._hold = scorer, hold
         self._resumed, self._highest = set(settings.resumed), settings.next_uid - 1
-        self._members: dict[str, Member] = {}
+        self._members: dict[str, SiteMember] = {}
         self._pending = Pending(settings.group_size)
         self._answers: dict[int, asyncio.Future[Rollout]] = {}
         # answers of sites that were quicker than the controller of a resumed run, by prompt
@@ -136,21 +136,21 @@ class Intake:
         to_come = uid in self._resumed or uid > self._highest
         return uid in self._pending or (to_come and uid not in self._early)
 
-    def join(self, member: Member, holds: Collection[int]) -> None:
+    def join(self, member: SiteMember, holds: Collection[int]) -> None:
         """Give a site prompts. holds: what it has of what is wanted."""
         self._members[member.name] = member
         self._give(self._pending.join(member.name, member.slots, holds))
 
-    def pause(self, member: Member) -> None:
+    def pause(self, member: SiteMember) -> None:
         """Give a site nothing more for now."""
         self._pending.pause(member.name)
 
-    def resume(self, member: Member) -> None:
+    def resume(self, member: SiteMember) -> None:
         """Give a site prompts again, unless its weights are too old for any of them."""
         if not self._is_behind(member):
             self._give(self._pending.resume(member.name))
 
-    def lose(self, member: Member, *, for_good: bool) -> int:
+    def lose(self, member: SiteMember, *, for_good: bool) -> int:
         """Give a site's prompts to others; returns how many it had. See Pending.lose."""
         held = self._pending.count(member.name)
         self._give(self._pending.lose(member.name, for_good=for_good))
@@ -168,7 +168,7 @@ class Intake:
         """Returns whether any prompt is asked for and not answered."""
         return bool(self._answers)
 
-    def standing(self, member: Member) -> str:
+    def standing(self, member: SiteMember) -> str:
         """Return in a few words how a site does."""
         if member.state != "connected" or not self._is_behind(member):
             return f"{member.name} is {member.state}"
@@ -178,7 +178,7 @@ class Intake:
             f"{self._settings.bound}"
         )
 
-    def _is_behind(self, member: Member) -> bool:
+    def _is_behind(self, member: SiteMember) -> bool:
         """Return whether whatever a site begins now will be too old to be trained on.
 
         A site that serves nothing yet begins with the newest version.
@@ -188,7 +188,7 @@ class Intake:
 
     # ------------------------------------------------------------ answers
 
-    def gone(self, member: Member, gone: Gone) -> None:
+    def gone(self, member: SiteMember, gone: Gone) -> None:
         """Take note that a prompt has no sample."""
         if not self._counts(member, gone.uid, partial(self.gone, member, gone)):
             return
@@ -197,7 +197,7 @@ class Intake:
         detail = f"site {member.name}: {one_line(gone.detail, DETAIL_CHARS)}"
         self._answer(member, gone.uid, RolloutRejected(reason, detail))
 
-    def done(self, member: Member, done: Done, frames: Frames) -> None:
+    def done(self, member: SiteMember, done: SiteDone, frames: Frames) -> None:
         """Take a sample, in time."""
         held_s = 0.0 if self._hold is None else self._hold(member.name, member.next_number())
         taken = partial(self._take, member, member.process, done, frames)
@@ -206,7 +206,7 @@ class Intake:
         else:
             taken()
 
-    def _take(self, member: Member, process: int, done: Done, frames: Frames) -> None:
+    def _take(self, member: SiteMember, process: int, done: SiteDone, frames: Frames) -> None:
         uid, limit_s = done.uid, self._settings.max_delay_s
         again = partial(self._take, member, process, done, frames)
         if process != member.process or not self._counts(member, uid, again):
@@ -241,7 +241,7 @@ class Intake:
         self._answer(member, uid, rollout)
         self._ends.took(member, sample)
 
-    def _delay_s(self, member: Member, done: Done) -> float:
+    def _delay_s(self, member: SiteMember, done: SiteDone) -> float:
         """Return the seconds from the end of sampling until now. Forged: times that cannot be."""
         offset_s = self._ends.counts(member.name).clock_offset_s or 0.0
         link_s = max(0.0, time.time() + offset_s - done.sent_s)
@@ -249,7 +249,7 @@ class Intake:
             raise Forged(f"times of {done.age_s}, {done.duration_s} and {done.sent_s} s")
         return done.age_s + link_s
 
-    def _counts(self, member: Member, uid: int, later: Callable[[], None]) -> bool:
+    def _counts(self, member: SiteMember, uid: int, later: Callable[[], None]) -> bool:
         """Return whether an answer is the first to a prompt that the site was given.
 
         later: is called once the controller asks for the prompt, if it has not yet.
@@ -262,7 +262,7 @@ class Intake:
             return False
         return True
 
-    def _answer(self, member: Member, uid: int, result: Rollout | SampleRejected) -> None:
+    def _answer(self, member: SiteMember, uid: int, result: Rollout | SampleRejected) -> None:
         answer = self._answers[uid]
         self._settle(uid, by=member)
         member.answered(uid)
@@ -273,14 +273,14 @@ class Intake:
         else:
             answer.set_result(result)
 
-    def _settle(self, uid: int, by: Member | None = None) -> None:
+    def _settle(self, uid: int, by: SiteMember | None = None) -> None:
         """Let all sites forget a prompt but the one that answered it."""
         for site in self._pending.settle(uid):
             if by is None or site != by.name:
                 self._forget(self._members[site], uid)
         self._give(self._pending.fill())
 
-    def _forget(self, member: Member, uid: int) -> None:
+    def _forget(self, member: SiteMember, uid: int) -> None:
         member.forgot(uid)
         self._ends.tell(member, Forget([uid]))
 
@@ -292,9 +292,9 @@ class Intake:
             self._ends.tell(member, task_of(gift.prompt))
 
 
-def task_of(prompt: Prompt) -> Task:
+def task_of(prompt: Prompt) -> SiteTask:
     """Return what asks a site for a sample of a prompt."""
-    return Task(
+    return SiteTask(
         uid=prompt.uid,
         text=prompt.text,
         ids=pack(prompt.token_ids_P),

@@ -23,7 +23,7 @@ from megatron_opd.sites.hub import Hub
 from megatron_opd.sites.identity import model_crc32, site_digests, tokenizer_crc32
 from megatron_opd.sites.intake import Hold
 from megatron_opd.sites.keys import site_keys
-from megatron_opd.sites.settings import Expected, HubSettings, IntakeSettings
+from megatron_opd.sites.settings import ExpectedSite, HubSettings, IntakeSettings
 from megatron_opd.sites.versions import SiteVersions
 from megatron_opd.transport.remote_learner import RemoteLearner
 from megatron_opd.wire.link.ends import LinkServer
@@ -175,9 +175,9 @@ def intake_settings(config: Config, state: ControllerState) -> IntakeSettings:
     )
 
 
-def expected_of(config: Config, prepared: Prepared) -> Expected:
+def expected_of(config: Config, prepared: Prepared) -> ExpectedSite:
     """Return what sites must have alike. ValueError: the student's files cannot be read."""
-    return Expected(
+    return ExpectedSite(
         digests=site_digests(config),
         model=model_crc32(config.student.model),
         tokenizer=tokenizer_crc32(config.student.model),

@@ -11,7 +11,7 @@ from megatron_opd.sites.figures import SiteFigures
 Errand = Callable[[], Awaitable[None]]
 
 
-class Member:
+class SiteMember:
     """Knows one site.
 
     process: counts the processes that were there, and the runs that they were part of. slots:

@@ -43,7 +43,7 @@ class _Message(msgspec.Struct, frozen=True, tag=True, forbid_unknown_fields=True
     """Serves as the base of all records."""
 
 
-class Hello(_Message, frozen=True):
+class SiteHello(_Message, frozen=True):
     """Introduces a site, after each start of its process or of the learner's, and each Again.
 
     process: a name that this start of it alone has. slots: prompts that it samples at once. scores:
@@ -73,7 +73,7 @@ class Serving(_Message, frozen=True):
     version: int
 
 
-class Done(_Message, frozen=True):
+class SiteDone(_Message, frozen=True):
     """Brings a finished response: behind it the frames of its sample (transport/samples.py).
 
     age_s: time from the end of sampling to the sending of this, at Unix time sent_s. duration_s: of
@@ -114,7 +114,7 @@ class Leaving(_Message, frozen=True):
     """Says that the site ends by its user's wish; what it holds is sampled elsewhere."""
 
 
-class Welcome(_Message, frozen=True):
+class SiteWelcome(_Message, frozen=True):
     """Answers a Hello: the site is part of the run. wanted: of what it holds, what is still to do.
 
     run: names this start of the learner's run, and each time that it goes back to a checkpoint.
@@ -130,7 +130,7 @@ class Again(_Message, frozen=True):
     """Asks for another Hello: the run goes on from a checkpoint; nothing before it is answered."""
 
 
-class Task(_Message, frozen=True):
+class SiteTask(_Message, frozen=True):
     """Asks for one scored sample of a prompt; the fields are types.Prompt's.
 
     ids: token_ids_P, packed (sglang_bridge/arrays.py). Responses of one group have one site.
@@ -177,7 +177,7 @@ class Offer(_Message, frozen=True):
     files: list[FileSize]
 
 
-class Piece(_Message, frozen=True):
+class FilePiece(_Message, frozen=True):
     """Brings what a Want asked for, in the frame behind it."""
 
     name: str
@@ -185,7 +185,7 @@ class Piece(_Message, frozen=True):
     start: int
 
 
-class Missing(_Message, frozen=True):
+class MissingPiece(_Message, frozen=True):
     """Says that a version that was asked for was removed; a newer one is offered."""
 
     name: str
@@ -197,8 +197,8 @@ class Farewell(_Message, frozen=True):
     cause: str | None
 
 
-ToLearner = Hello | Serving | Done | Gone | Want | Leaving
-ToSite = Welcome | Again | Task | Forget | Offer | Piece | Missing | Farewell
+ToLearner = SiteHello | Serving | SiteDone | Gone | Want | Leaving
+ToSite = SiteWelcome | Again | SiteTask | Forget | Offer | FilePiece | MissingPiece | Farewell
 
 _ENCODER = msgspec.msgpack.Encoder()
 _TO_LEARNER = msgspec.msgpack.Decoder(ToLearner)

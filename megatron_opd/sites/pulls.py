@@ -13,7 +13,7 @@ from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_opd.sites.messages import FileSize, Offer, Piece, Want
+from megatron_opd.sites.messages import FilePiece, FileSize, Offer, Want
 from megatron_opd.sites.mirror import BadBytes, BadOffer, Mirror, check_offer
 from sglang_bridge.weights.manifest import order
 
@@ -105,7 +105,7 @@ class Pulls:
         self._see()
         self._look_away()
 
-    def arrived(self, piece: Piece, data: bytes | memoryview) -> None:
+    def arrived(self, piece: FilePiece, data: bytes | memoryview) -> None:
         """Take bytes that were asked for; others are counted and change nothing."""
         for each in self._asked:
             is_it = (piece.name, piece.file) == (self._pulled, each.file.name)

@@ -25,7 +25,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.data.judge import Judge
 from megatron_opd.errors import UserError, checked, kept_traceback
 from megatron_opd.fleet.clients import make_fleet
-from megatron_opd.fleet.ends import Ends
+from megatron_opd.fleet.ends import FirstCause
 from megatron_opd.fleet.startup import ServedModel, join_role, take_in
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.inputs.models import CheckedModels, check_models
@@ -41,7 +41,7 @@ from megatron_opd.sites.build import SiteParts, make_parts, placement_of_site
 from megatron_opd.sites.config import member, site_config
 from megatron_opd.sites.facts import hello_of
 from megatron_opd.sites.keys import DIRECTORY, SiteKeys, keys_file
-from megatron_opd.sites.messages import Hello
+from megatron_opd.sites.messages import SiteHello
 from megatron_opd.sites.sampling import NoSuchTeacher
 from megatron_opd.sites.together import together
 from megatron_opd.wire.link.ends import LinkClient
@@ -106,10 +106,10 @@ class SiteRun:
         teachers = tuple(teacher_roles(config).values()) if scores else ()
         self._roles: tuple[Role, ...] = (STUDENT, *teachers)
         self._processes = Processes([], None)
-        self.ends = Ends(lambda: self._processes.watched())
+        self.ends = FirstCause(lambda: self._processes.watched())
         self._fleets: dict[Role, Fleet] = {}
 
-    def hello(self) -> Hello:
+    def hello(self) -> SiteHello:
         """Return what the site says of itself. Raises UserError."""
         vocab_size, ending = self._models.student.vocab_size, ending_of(self._config, self._models)
         return checked(

@@ -16,7 +16,7 @@ from typing import Any
 from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.controller.ports import RolloutEngine, TeacherScorer
 from megatron_opd.records.types import Prompt, Sample, rollout_here, sample_here
-from megatron_opd.sites.messages import DETAIL_CHARS, Done, Gone, Task
+from megatron_opd.sites.messages import DETAIL_CHARS, Gone, SiteDone, SiteTask
 from megatron_opd.sites.together import Failure
 from megatron_opd.transport.samples import Frames, encode_sample
 from sglang_bridge.arrays import unpack
@@ -31,7 +31,7 @@ class Finished:
     the event loop's clock. newest: version of its weights, None without a sample.
     """
 
-    answer: Done | Gone
+    answer: SiteDone | Gone
     frames: Frames
     ended_s: float
     newest: int | None
@@ -41,7 +41,7 @@ class NoSuchTeacher(RuntimeError):
     """Reports in one line a prompt whose teacher the site does not have."""
 
 
-def prompt_of(task: Task) -> Prompt:
+def prompt_of(task: SiteTask) -> Prompt:
     """Return the prompt of a task. ValueError: its tokens cannot be read."""
     return Prompt(
         uid=task.uid,
@@ -59,7 +59,7 @@ def prompt_of(task: Task) -> Prompt:
     )
 
 
-class Sampling:
+class SiteSampling:
     """Works on the prompts of one learner.
 
     Args:
@@ -92,7 +92,7 @@ class Sampling:
         self._scoring = asyncio.Semaphore(score_slots)
         self._vocab_sizes, self._num_draws = vocab_sizes, num_draws
         self._ready, self._send = ready, send
-        self._tasks: dict[int, Task] = {}
+        self._tasks: dict[int, SiteTask] = {}
         self._works: dict[int, asyncio.Task[None]] = {}
         self._finished: dict[int, Finished] = {}
         self._failure = Failure()
@@ -103,7 +103,7 @@ class Sampling:
         """Returns the prompts that are here, finished ones too."""
         return sorted(self._tasks)
 
-    def begin(self, task: Task) -> None:
+    def begin(self, task: SiteTask) -> None:
         """Work on a prompt, unless it is here already.
 
         Where there is no slot for it, the oldest of the finished ones was taken. ValueError: it
@@ -174,7 +174,7 @@ class Sampling:
             del self._works[uid]
         self._failure.watch(work)
 
-    async def _work(self, task: Task) -> None:
+    async def _work(self, task: SiteTask) -> None:
         clock = asyncio.get_running_loop().time
         try:
             await self._ready()
@@ -187,11 +187,11 @@ class Sampling:
             finished = Finished(gone, (), clock(), None)
         self._finished[task.uid] = finished
         await self._send(finished)
-        self.delivered += isinstance(finished.answer, Done)
+        self.delivered += isinstance(finished.answer, SiteDone)
 
     def _encoded(self, sample: Sample) -> Finished:
         rollout = sample.rollout
-        done = Done(
+        done = SiteDone(
             uid=rollout.prompt.uid,
             finish_reason=rollout.finish_reason,
             age_s=0.0,

@@ -41,7 +41,7 @@ class IntakeSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedSite:
     """Says what a site must have like its learner's site; see messages.Hello."""
 
     digests: Mapping[str, str]

@@ -18,23 +18,23 @@ import msgspec
 from megatron_opd.sites.absence import Absence, Patience
 from megatron_opd.sites.messages import (
     Again,
-    Done,
     Farewell,
+    FilePiece,
     Forget,
-    Hello,
     Leaving,
-    Missing,
+    MissingPiece,
     Offer,
-    Piece,
-    Task,
+    SiteDone,
+    SiteHello,
+    SiteTask,
+    SiteWelcome,
     ToLearner,
     ToSite,
-    Welcome,
     decode_to_site,
     encode,
 )
 from megatron_opd.sites.mirror import BadOffer
-from megatron_opd.sites.sampling import Finished, Sampling
+from megatron_opd.sites.sampling import Finished, SiteSampling
 from megatron_opd.sites.site_weights import SiteWeights
 from megatron_opd.sites.together import together
 from megatron_opd.transport.messages import BadMessage
@@ -49,7 +49,7 @@ LEAVE_S = 2.0
 """Longest wait in seconds until a learner knows that the site leaves."""
 
 
-class Link(Protocol):
+class SiteLink(Protocol):
     """Names the methods of link.ends.LinkClient that a site needs."""
 
     async def next(self) -> Event:
@@ -77,9 +77,9 @@ class Site:
 
     def __init__(
         self,
-        link: Link,
-        hello: Hello,
-        sampling: Sampling,
+        link: SiteLink,
+        hello: SiteHello,
+        sampling: SiteSampling,
         weights: SiteWeights,
         say: Callable[[str], None],
         patience: Patience,
@@ -124,7 +124,7 @@ class Site:
         if self._is_unsettled or not self._is_welcome:
             return  # said in the next Hello, or sent once all is settled
         answer = finished.answer
-        if isinstance(answer, Done):
+        if isinstance(answer, SiteDone):
             age_s = asyncio.get_running_loop().time() - finished.ended_s
             sent_s = time.time()
             answer = msgspec.structs.replace(answer, age_s=max(0.0, age_s), sent_s=sent_s)
@@ -174,7 +174,7 @@ class Site:
         """Do what a record says. ValueError: it makes no sense."""
         if isinstance(message, Farewell):
             self._farewell = message
-        elif isinstance(message, Welcome):
+        elif isinstance(message, SiteWelcome):
             await self._welcomed(message)
         elif isinstance(message, Again):
             await self._introduce()
@@ -182,14 +182,14 @@ class Site:
             raise ValueError(f"{type(message).__name__} before Welcome")
         elif isinstance(message, Forget):
             self._sampling.forget(message.uids)
-        elif isinstance(message, Task):
+        elif isinstance(message, SiteTask):
             self._weights.tasks_begin()
             self._settle(0)
             self._sampling.begin(message)
         else:
             self._about_weights(message, frames)
 
-    async def _welcomed(self, welcome: Welcome) -> None:
+    async def _welcomed(self, welcome: SiteWelcome) -> None:
         self._is_welcome = True
         self._sampling.keep_only(welcome.wanted)
         self._is_unsettled = True
@@ -198,13 +198,13 @@ class Site:
             self._say("the learner is there" if first else "the learner has started again")
         await self._weights.begin(welcome.run)
 
-    def _about_weights(self, message: Offer | Piece | Missing, frames: Frames) -> None:
+    def _about_weights(self, message: Offer | FilePiece | MissingPiece, frames: Frames) -> None:
         pulls = self._weights.pulls
         assert pulls is not None, "made at the Welcome"
         if isinstance(message, Offer):
             pulls.offered(message)
             self._settle(message.version)
-        elif isinstance(message, Missing):
+        elif isinstance(message, MissingPiece):
             pulls.missing(message.name)
         elif len(frames) == 1:
             pulls.arrived(message, frames[0])

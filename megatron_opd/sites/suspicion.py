@@ -73,7 +73,7 @@ class Suspicions:
             "other sites with the same weights"
         )
 
-    def gap(self, site: str, other: str) -> Gap | None:
+    def gap(self, site: str, other: str) -> SiteGap | None:
         """Compare two sites; None: they have too few responses of the same versions."""
         above = variance = 0.0
         mine: list[float] = []
@@ -88,11 +88,11 @@ class Suspicions:
                 theirs += b
         if min(len(mine), len(theirs)) < MIN_COMPARED:
             return None
-        return Gap(above / math.sqrt(variance), float(np.median(mine) - np.median(theirs)))
+        return SiteGap(above / math.sqrt(variance), float(np.median(mine) - np.median(theirs)))
 
 
 @dataclass(frozen=True, slots=True)
-class Gap:
+class SiteGap:
     """Says how far the log-probs of two sites are apart: in ranks, and in nats a token."""
 
     z: float

@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.types import Phase, WeightSyncReport
 from megatron_opd.records.types import LearnerTurn
-from megatron_opd.sites.messages import Missing, Offer, Piece, Want
+from megatron_opd.sites.messages import FilePiece, MissingPiece, Offer, Want
 from megatron_opd.sites.ports import Send
 from megatron_opd.sites.shelf import BadWant, NotOnShelf, Shelf
 from megatron_opd.sites.together import Failure
-from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, Written, decode, encode
+from megatron_opd.weight_sync.disk_messages import DiskRefused, Open, Write, Written, decode, encode
 from megatron_opd.weight_sync.session import ALONE
 from megatron_opd.weight_sync.transport import AskLearner
 from sglang_bridge.errors import WeightSyncFailed
@@ -146,7 +146,7 @@ class SiteVersions:
     async def _ask_learner(self, request: Open | Write) -> int:
         """Return the bytes that were written. WeightSyncFailed: it was refused."""
         answer = decode(await self._ask(encode(request)))
-        if isinstance(answer, Refused):
+        if isinstance(answer, DiskRefused):
             raise WeightSyncFailed(f"the learner: {answer.cause}")
         assert isinstance(answer, Written)
         return answer.num_bytes
@@ -247,7 +247,7 @@ class _Desk:
         try:
             data = await asyncio.to_thread(self._shelf.read, want)
         except NotOnShelf:
-            await self._send(self._site, Missing(want.name), ())
+            await self._send(self._site, MissingPiece(want.name), ())
             return
         self._num_bytes[self._site] += len(data)
-        await self._send(self._site, Piece(want.name, want.file, want.start), (data,))
+        await self._send(self._site, FilePiece(want.name, want.file, want.start), (data,))

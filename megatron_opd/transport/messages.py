@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from megatron_opd.metrics.mismatch_limits import Bound, Gap
+from megatron_opd.metrics.mismatch_limits import Bound, MismatchGap
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import WeightPiece
 
@@ -128,7 +128,7 @@ Replay = Literal["off", "experts", "gates"]
 """What of the sampler's routing scored tokens follow: nothing, its experts, or its weights too."""
 
 
-class Score(msgspec.Struct, frozen=True, tag=True):
+class ScoreShare(msgspec.Struct, frozen=True, tag=True):
     """Asks for the log-probs of the sampled tokens of a batch that follows in raw frames, as Train.
 
     plan: one mini-batch. replay: see Replay.
@@ -206,7 +206,7 @@ class Stop(msgspec.Struct, frozen=True, tag=True):
     call: int
 
 
-class Welcome(msgspec.Struct, frozen=True, tag=True):
+class RankWelcome(msgspec.Struct, frozen=True, tag=True):
     """Tells a rank that the controller accepts it. lock, claim: see checkpoint/run_lock.py.
 
     lock: absolute path of the run directory's run.lock, None for a controller without one. shared:
@@ -220,7 +220,7 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     attempt: str = ""
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class RankRefused(msgspec.Struct, frozen=True, tag=True):
     """Tells a rank that the controller does not accept it, so that it ends. reason: one line."""
 
     reason: str
@@ -228,7 +228,7 @@ class Refused(msgspec.Struct, frozen=True, tag=True):
 
 Request = (
     Train
-    | Score
+    | ScoreShare
     | MoveWeights
     | DigestPieces
     | ExportHf
@@ -240,7 +240,7 @@ Request = (
 )
 
 
-class Hello(msgspec.Struct, frozen=True, tag=True):
+class RankHello(msgspec.Struct, frozen=True, tag=True):
     """Says that a rank is ready; Welcome or Refused answers.
 
     data_rank: which share it takes, if it is the head of its model copy. digests: of the
@@ -282,27 +282,27 @@ class Nothing(msgspec.Struct, frozen=True, tag=True):
     """Answers a request that has no result."""
 
 
-class Missing(msgspec.Struct, frozen=True, tag=True):
+class MissingSamples(msgspec.Struct, frozen=True, tag=True):
     """Says that no update was made, as samples could not be taken from their data workers."""
 
 
 class Refusal(msgspec.Struct, frozen=True, tag=True):
     """Says that no update was made, as its mismatch exceeds the bound that came with it."""
 
-    gap: Gap
+    gap: MismatchGap
 
 
-Result = Missing | Refusal | UpdateMetrics | Scores | WeightsMoved | Digests | Nothing
+Result = MissingSamples | Refusal | UpdateMetrics | Scores | WeightsMoved | Digests | Nothing
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class RankDone(msgspec.Struct, frozen=True, tag=True):
     """Carries rank 0's answer to `call`."""
 
     call: int
     result: Result
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class RankError(msgspec.Struct, frozen=True, tag=True):
     """Says that a rank cannot continue, so that the learner ends. reason: one line.
 
     final: another learner would end in the same way. attempt: of its Welcome; empty before that.
@@ -314,13 +314,13 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     attempt: str = ""
 
 
-Reply = Hello | Done | Failed
+Reply = RankHello | RankDone | RankError
 
 MAX_REPLY_BYTES = 64 * 2**20
 """Longest message of a learner in bytes: the manifest of a model of a million tensors."""
 
 _ENCODER = msgspec.msgpack.Encoder()
-_REQUESTS = msgspec.msgpack.Decoder(Request | Welcome | Refused)
+_REQUESTS = msgspec.msgpack.Decoder(Request | RankWelcome | RankRefused)
 _REPLIES = msgspec.msgpack.Decoder(Reply)
 
 
@@ -328,12 +328,12 @@ class BadMessage(ValueError):
     """Reports in one line that what arrived is not a message of this protocol."""
 
 
-def encode(message: Request | Reply | Welcome | Refused) -> bytes:
+def encode(message: Request | Reply | RankWelcome | RankRefused) -> bytes:
     """Encode the header frame."""
     return _ENCODER.encode(message)
 
 
-def decode_request(frame: bytes | memoryview) -> Request | Welcome | Refused:
+def decode_request(frame: bytes | memoryview) -> Request | RankWelcome | RankRefused:
     """Decode a request; BadMessage for anything that a controller does not send."""
     try:
         return _REQUESTS.decode(frame)

@@ -22,7 +22,7 @@ import zmq.asyncio
 from msgspec.structs import replace
 
 from megatron_opd.batching.shares import Share
-from megatron_opd.checkpoint.run_lock import Claim
+from megatron_opd.checkpoint.run_lock import LockClaim
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch_limits import Bound, ModelsDiffer
 from megatron_opd.transport.frames import sizes_of, to_frames
@@ -32,31 +32,31 @@ from megatron_opd.transport.messages import (
     DigestPieces,
     Digests,
     ExportHf,
-    Hello,
     LearnerInfo,
     LoadState,
-    Missing,
+    MissingSamples,
     MoveWeights,
     Nothing,
     Offload,
     Onload,
+    RankHello,
+    RankRefused,
+    RankWelcome,
     Refusal,
-    Refused,
     Replay,
     Request,
     Result,
     SaveState,
-    Score,
     Scores,
+    ScoreShare,
     Stop,
     Train,
     UpdateMetrics,
     WeightsMoved,
-    Welcome,
     decode_reply,
     encode,
 )
-from megatron_opd.transport.roster import Breach, Expected, Roster
+from megatron_opd.transport.roster import ExpectedRank, RankBreach, Roster
 from megatron_opd.wire.gate import Gate, guard_socket
 from megatron_opd.wire.keys import RunKeys
 from megatron_opd.wire.receiving import received
@@ -105,7 +105,7 @@ class Admission:
     keys: RunKeys
     digests: Mapping[str, str] | None = None
     vocab_size: int | None = None
-    claim: Claim | None = None
+    claim: LockClaim | None = None
 
 
 class RemoteLearner:
@@ -118,7 +118,7 @@ class RemoteLearner:
         self._config, self._sync_s = config.learner, config.weight_sync.timeout_s
         self._welcome = _welcome(config, admission.claim)
         parallel = self._config.parallel
-        self._expected = Expected(
+        self._expected = ExpectedRank(
             world_size=parallel.world_size,
             data_ranks=parallel.dp,
             dtype=self._config.dtype,
@@ -238,9 +238,9 @@ class RemoteLearner:
             rows = (share.update, share.version, share.plan)
             requests.append(Train(call, *rows, parts, sizes_of(share), bound))
         messages = self._with_shares(requests, shares)
-        expected = (UpdateMetrics, Missing, Refusal)
+        expected = (UpdateMetrics, MissingSamples, Refusal)
         result = await self._exchange(call, messages, expected, None, "train")
-        return None if isinstance(result, Missing) else _made(result)
+        return None if isinstance(result, MissingSamples) else _made(result)
 
     async def score(self, shares: Sequence[Share], *, replay: Replay) -> Scores:
         """Return the learner's log-probs of the sampled tokens; see messages.Scores.
@@ -248,7 +248,7 @@ class RemoteLearner:
         shares: as of `train`, each with one mini-batch.
         """
         call = self._roster.next_call()
-        requests = [Score(call, share.version, share.plan, replay) for share in shares]
+        requests = [ScoreShare(call, share.version, share.plan, replay) for share in shares]
         return await self._exchange(
             call, self._with_shares(requests, shares), Scores, None, "score"
         )
@@ -438,16 +438,16 @@ class RemoteLearner:
             else:
                 self._fail(f"learner rank {rank}: {one_line(str(error))}")
             return
-        except Breach as breach:
+        except RankBreach as breach:
             if breach.answer:
-                await self._answer(identity, Refused(str(breach)))
+                await self._answer(identity, RankRefused(str(breach)))
             self._fail(f"learner {breach}", final=breach.final)
             return
         if ignored is not None:
             self._refusals.add(ignored)
-        if isinstance(reply, Hello):
+        if isinstance(reply, RankHello):
             if ignored is not None:
-                await self._answer(identity, Refused(ignored))
+                await self._answer(identity, RankRefused(ignored))
                 return
             welcome = replace(self._welcome, attempt=self._roster.attempt)
             if not await self._answer(identity, welcome):
@@ -455,7 +455,7 @@ class RemoteLearner:
                 gone = f"learner rank {reply.rank} is gone: it left before its welcome"
                 self._fail(gone, final=False)
 
-    async def _answer(self, identity: bytes, message: Welcome | Refused) -> bool:
+    async def _answer(self, identity: bytes, message: RankWelcome | RankRefused) -> bool:
         """Answer a peer; returns whether it was still connected."""
         try:
             await self._socket.send_multipart([identity, encode(message)])
@@ -480,8 +480,8 @@ def _whole(path: Path) -> str:
     return str(path.absolute())
 
 
-def _welcome(config: Config, claim: Claim | None) -> Welcome:
+def _welcome(config: Config, claim: LockClaim | None) -> RankWelcome:
     shared = config.checkpoint.writes
     if claim is None:
-        return Welcome(None, "", shared)
-    return Welcome(str(claim.lock), claim.token, shared)
+        return RankWelcome(None, "", shared)
+    return RankWelcome(str(claim.lock), claim.token, shared)

@@ -13,13 +13,20 @@ from dataclasses import dataclass
 
 from megatron_opd.config.digests import differing_keys
 from megatron_opd.config.wording import shown
-from megatron_opd.transport.messages import Done, Failed, Hello, LearnerInfo, Reply, Result
+from megatron_opd.transport.messages import (
+    LearnerInfo,
+    RankDone,
+    RankError,
+    RankHello,
+    Reply,
+    Result,
+)
 from sglang_bridge.errors import one_line
 
 NAMED_KEYS = 8
 
 
-class Breach(Exception):
+class RankBreach(Exception):
     """Reports in one line a learner that the run cannot use. answer: tell the rank why.
 
     final: another learner would be of no more use.
@@ -31,7 +38,7 @@ class Breach(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedRank:
     """Says what a learner must be. vocab_size None: not known here."""
 
     world_size: int
@@ -44,7 +51,7 @@ class Expected:
 class Roster:
     """Holds the ranks that have said hello, and the open call."""
 
-    def __init__(self, expected: Expected) -> None:
+    def __init__(self, expected: ExpectedRank) -> None:
         self._expected = expected
         self.attempt = secrets.token_hex(8)
         """Names this learner: a rank of one before it may report its end to this one's address."""
@@ -84,29 +91,29 @@ class Roster:
         """Process a message. Returns why it was ignored, or None. Raises Breach."""
         rank = self._ranks.get(identity)
         match reply:
-            case Hello():
+            case RankHello():
                 return self._hello(identity, rank, reply)
-            case Failed(rank=named, reason=reason, final=final, attempt=attempt):
+            case RankError(rank=named, reason=reason, final=final, attempt=attempt):
                 if attempt not in ("", self.attempt):
                     return "a failure report of an earlier learner's rank"
                 if rank is None and not 0 <= named < self._expected.world_size:
                     return "a failure report of an unknown rank"
                 who = named if rank is None else rank
-                raise Breach(f"rank {who}: {one_line(reason)}", final=final)
-            case Done(call=call, result=result):
+                raise RankBreach(f"rank {who}: {one_line(reason)}", final=final)
+            case RankDone(call=call, result=result):
                 if rank is None:
                     return "an answer of a peer that never said hello"
                 if rank != 0:
-                    raise Breach(f"rank {rank} answered call {call}, which only rank 0 may do")
+                    raise RankBreach(f"rank {rank} answered call {call}, which only rank 0 may do")
                 if not 0 < call <= self._issued:
-                    raise Breach(f"rank 0 answered call {call}, which was never made")
+                    raise RankBreach(f"rank 0 answered call {call}, which was never made")
                 if call == self._issued:  # else a late answer: its caller has given up
                     self._result = (call, result)
                 return None
 
-    def _hello(self, identity: bytes, known: int | None, hello: Hello) -> str | None:
+    def _hello(self, identity: bytes, known: int | None, hello: RankHello) -> str | None:
         if known is not None:
-            raise Breach(f"rank {known} said hello twice")
+            raise RankBreach(f"rank {known} said hello twice")
         if hello.rank in self._ranks.values():
             return f"rank {hello.rank} is already taken by another peer"
         self._check(hello)
@@ -116,18 +123,18 @@ class Roster:
         if hello.rank == 0:
             self.info = hello.info
         if self.complete and len(self.heads) != self._expected.data_ranks:
-            raise Breach(
+            raise RankBreach(
                 f"{len(self.heads)} ranks take data, learner.parallel.dp needs "
                 f"{self._expected.data_ranks}"
             )
         return None
 
-    def _check(self, hello: Hello) -> None:
+    def _check(self, hello: RankHello) -> None:
         """Raise Breach, with what to tell the rank, if the rank does not fit."""
         wanted, info = self._expected, hello.info
         who = f"rank {hello.rank}"
         if info.world_size != wanted.world_size:
-            raise Breach(
+            raise RankBreach(
                 f"its world has {info.world_size} ranks, learner.parallel needs "
                 f"{wanted.world_size}",
                 answer=True,
@@ -137,7 +144,7 @@ class Roster:
             if keys:
                 named = ", ".join(one_line(key, 80) for key in keys[:NAMED_KEYS])
                 more = f" and {len(keys) - NAMED_KEYS} more" if len(keys) > NAMED_KEYS else ""
-                raise Breach(
+                raise RankBreach(
                     f"{who} was started with other settings than the controller: {named}{more} "
                     "must be the same; give both the same file and --set values",
                     answer=True,
@@ -156,6 +163,8 @@ class Roster:
         for what, got, allowed in facts:
             if got not in allowed:
                 right = f"one of {len(allowed)}" if len(allowed) > 1 else allowed[0]
-                raise Breach(f"{who}: its {what} must be {right}, got {shown(got)}", answer=True)
+                raise RankBreach(
+                    f"{who}: its {what} must be {right}, got {shown(got)}", answer=True
+                )
         if hello.data_rank in self.heads:
-            raise Breach(f"{who}: data rank {hello.data_rank} is taken by another", answer=True)
+            raise RankBreach(f"{who}: data rank {hello.data_rank} is taken by another", answer=True)

@@ -13,7 +13,7 @@ from typing import cast
 from aiohttp import web
 from aiohttp.typedefs import Handler
 
-from sglang_bridge.arrivals import Arrival, Arrivals, Phase
+from sglang_bridge.arrivals import Arrival, ArrivalPhase, Arrivals
 
 FORBIDDEN = 403
 
@@ -69,7 +69,7 @@ async def tell_door(request: web.Request, handler: Handler) -> web.StreamRespons
     arrival = door.arrival if isinstance(door, Door) else None
     if arrival is None:
         return await handler(request)
-    arrival.enter(Phase.ANSWER)
+    arrival.enter(ArrivalPhase.ANSWER)
     known = False
     try:
         response = await handler(request)

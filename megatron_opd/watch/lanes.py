@@ -55,7 +55,7 @@ class Spans:
 
 
 @dataclass(slots=True)
-class Lane:
+class BusyLane:
     """Holds the work of one row of the trace, and its pauses."""
 
     name: str
@@ -63,7 +63,7 @@ class Lane:
     pauses: Spans = field(default_factory=Spans)
 
 
-class Lanes:
+class BusyLanes:
     """Reads one trace.json as it grows. Use from one thread at a time."""
 
     def __init__(self, path: Path) -> None:
@@ -72,7 +72,7 @@ class Lanes:
         self._clear()
 
     def _clear(self) -> None:
-        self._by_pid: dict[int, Lane] = {}
+        self._by_pid: dict[int, BusyLane] = {}
         self.end_s = 0.0
         """When the last known span ended."""
 
@@ -93,7 +93,7 @@ class Lanes:
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             return  # the last line of a run that was killed, or none of ours
         if event.ph == "M" and event.name == "process_name":
-            self._by_pid[event.pid] = Lane(str(event.args.get("name", "")))
+            self._by_pid[event.pid] = BusyLane(str(event.args.get("name", "")))
         lane = self._by_pid.get(event.pid)
         if event.ph != "X" or lane is None:
             return

@@ -31,7 +31,7 @@ Rows = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class FoundRollouts:
     """Holds one part of a list. total: rows that pass the filters; upto: rows looked at."""
 
     total: int
@@ -103,12 +103,12 @@ class RolloutIndex:
         # a chat template stands before the question: the end of a prompt says more
         self._shown.append((prompt[-PREVIEW:], response[:PREVIEW], row.finish_reason or ""))
 
-    def find(self, filters: Filters, page: Page) -> Found:
+    def find(self, filters: Filters, page: Page) -> FoundRollouts:
         """Return one part of the list that `filters` describe."""
         upto = len(self) if filters.upto is None else min(filters.upto, len(self))
         numbers = self._matching(filters, upto)
         part = numbers[page.offset : page.offset + page.limit]
-        return Found(len(numbers), upto, tuple(self._summary(int(i)) for i in part))
+        return FoundRollouts(len(numbers), upto, tuple(self._summary(int(i)) for i in part))
 
     def row(self, number: int) -> bytes:
         """Return the JSON text of a whole row. LookupError: there is none, or no longer."""

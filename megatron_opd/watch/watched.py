@@ -14,7 +14,7 @@ from megatron_opd.metrics.sinks import json_ready
 from megatron_opd.report.appended import AppendedRows
 from megatron_opd.report.run_files import ROLLOUTS, TRACE, RunFiles
 from megatron_opd.report.series import Table, points_of, table_of
-from megatron_opd.watch.lanes import Lanes
+from megatron_opd.watch.lanes import BusyLanes
 from megatron_opd.watch.rollout_index import RolloutIndex
 
 NOT_CURVES = ("update", "time_s", "unix_time_s", "first_uid", "last_uid", "version")
@@ -52,7 +52,7 @@ class Watched:
         self.metrics = RowList(files.metrics)
         self.evaluations = RowList(files.evaluations)
         self.rollouts = RolloutIndex(files.path / ROLLOUTS)
-        self.lanes = Lanes(files.path / TRACE)
+        self.lanes = BusyLanes(files.path / TRACE)
         self._table: tuple[tuple[int, int], Table] | None = None
 
     def read(self) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 
 from megatron_opd.models.gather import FullTensors
-from sglang_bridge.weights.background import Task, own_stream
+from sglang_bridge.weights.background import BackgroundTask, own_stream
 
 
 class Background:
@@ -21,7 +21,7 @@ class Background:
     def __init__(self, full: FullTensors) -> None:
         self._full, self.copy = full, full.copied()
         self._version: int | None = None
-        self._task: Task[str | None] | None = None
+        self._task: BackgroundTask[str | None] | None = None
 
     def keep(self, version: int) -> None:
         """Copy the current weights as `version`, unless the copy is that version already.
@@ -44,7 +44,7 @@ class Background:
             with own_stream(device):
                 return send()
 
-        self._task = Task(send_all)
+        self._task = BackgroundTask(send_all)
 
     def end(self) -> str | None:
         """Wait until nothing is on its way any more; return why not all was sent."""

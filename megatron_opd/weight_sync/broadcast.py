@@ -15,7 +15,7 @@ from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     LeaveGroup,
     ListBuckets,
-    Listen,
+    ListenForBroadcast,
     SendBuckets,
     decode_address,
     decode_buckets,
@@ -67,7 +67,7 @@ class Broadcast:
         """Form the group of the learner's rank 0 and every rank of every server."""
         self._buckets = decode_buckets(await self._ask(encode_request(ListBuckets())))
         limit_s, size = self._config.try_s, self._fleet.world().size
-        there = await self._ask(encode_request(Listen(size, limit_s)))
+        there = await self._ask(encode_request(ListenForBroadcast(size, limit_s)))
         host, port = decode_address(there)
         join = JoinGroup(size, self._group, self._backend, limit_s)
         await both(

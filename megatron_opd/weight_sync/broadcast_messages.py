@@ -14,7 +14,7 @@ class ListBuckets(msgspec.Struct, frozen=True, tag=True):
     """Asks for the buckets of every weight sync, in the order in which they are sent."""
 
 
-class Listen(msgspec.Struct, frozen=True, tag=True):
+class ListenForBroadcast(msgspec.Struct, frozen=True, tag=True):
     """Asks rank 0 to listen for a group of `world_size`; it answers with (host, port)."""
 
     world_size: int
@@ -38,7 +38,7 @@ class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
     """Asks rank 0 to leave the group, if it is in one."""
 
 
-Request = ListBuckets | Listen | JoinGroup | SendBuckets | LeaveGroup
+Request = ListBuckets | ListenForBroadcast | JoinGroup | SendBuckets | LeaveGroup
 
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS = msgspec.msgpack.Decoder(Request)

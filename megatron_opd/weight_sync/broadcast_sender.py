@@ -19,7 +19,7 @@ from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     LeaveGroup,
     ListBuckets,
-    Listen,
+    ListenForBroadcast,
     SendBuckets,
     decode_request,
     encode_address,
@@ -81,7 +81,7 @@ class BroadcastSender:
         match decode_request(request):
             case ListBuckets():
                 return encode_buckets(self._buckets)
-            case Listen() as asked:
+            case ListenForBroadcast() as asked:
                 return self._listen(asked)
             case JoinGroup() as asked:
                 return encode_failure(self._join(asked))
@@ -101,7 +101,7 @@ class BroadcastSender:
     def _is_root(self) -> bool:
         return self.source.world.rank == 0
 
-    def _listen(self, asked: Listen) -> bytes:
+    def _listen(self, asked: ListenForBroadcast) -> bytes:
         if not self._is_root:
             return b""
         self._store = groups.listen(self._host, 0, asked.world_size, asked.timeout_s)

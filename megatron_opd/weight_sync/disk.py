@@ -15,7 +15,7 @@ import msgspec
 
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, Written, decode, encode
+from megatron_opd.weight_sync.disk_messages import DiskRefused, Open, Write, Written, decode, encode
 from megatron_opd.weight_sync.holdings import learner_holdings, server_holdings
 from megatron_opd.weight_sync.plan import room_of, staged_names
 from megatron_opd.weight_sync.reshard import bytes_received, plan_routes
@@ -152,7 +152,7 @@ class Disk:
 
     async def _ask_learner(self, request: Open | Write) -> None:
         answer = decode(await self._ask(encode(request)))
-        if isinstance(answer, Refused):
+        if isinstance(answer, DiskRefused):
             raise WeightSyncFailed(f"the learner: {answer.cause}")
         assert isinstance(answer, Written)
 

@@ -26,7 +26,7 @@ DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class StoredNumbers:
     """Describes a tensor in a file. make: returns it, in one piece in host memory."""
 
     key: str
@@ -55,7 +55,7 @@ class Content:
     length: int
     shape: tuple[int, ...]
     form: Form
-    numbers: tuple[Numbers, ...]
+    numbers: tuple[StoredNumbers, ...]
 
 
 def write_file(path: Path, contents: Sequence[Content]) -> File:
@@ -81,7 +81,7 @@ def write_file(path: Path, contents: Sequence[Content]) -> File:
     return File(path.name, at, len(head), checksum(head), tuple(slices))
 
 
-def _head(announced: Sequence[Numbers]) -> bytes:
+def _head(announced: Sequence[StoredNumbers]) -> bytes:
     """Return a safetensors file's length of the header, and the header."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -98,7 +98,7 @@ def _head(announced: Sequence[Numbers]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _chunks(numbers: Numbers) -> Iterator[memoryview]:
+def _chunks(numbers: StoredNumbers) -> Iterator[memoryview]:
     """Yield the bytes of a tensor, those that share a checksum together."""
     tensor = numbers.make()
     if (tensor.dtype, tuple(tensor.shape)) != (numbers.dtype, numbers.shape):

@@ -38,13 +38,13 @@ class Written(msgspec.Struct, frozen=True, tag=True):
     num_bytes: int
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class DiskRefused(msgspec.Struct, frozen=True, tag=True):
     """Says in one line why it could not be done; the learner goes on."""
 
     cause: str
 
 
-Message = Open | Write | Written | Refused
+Message = Open | Write | Written | DiskRefused
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)

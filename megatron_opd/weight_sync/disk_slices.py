@@ -7,12 +7,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from megatron_opd.models.views import View
-from megatron_opd.weight_sync.disk_files import Content, Numbers
+from megatron_opd.weight_sync.disk_files import Content, StoredNumbers
 from megatron_opd.weight_sync.holdings import Held
 from megatron_opd.weight_sync.shards_sender import cut
 from sglang_bridge.weights.changes import Changes, find_changes
 from sglang_bridge.weights.exchange import Read
-from sglang_bridge.weights.schedule import Part
+from sglang_bridge.weights.schedule import SlicePart
 
 
 class Slices:
@@ -48,7 +48,7 @@ class Slices:
             self._last[held.name] = last = now.clone()
             return self._content(held, last)
         shape = (held.length, *(size for dim, size in enumerate(held.shape) if dim != held.dim))
-        made = Numbers(held.name, self._dtype, shape, lambda: self._numbers(held, read))
+        made = StoredNumbers(held.name, self._dtype, shape, lambda: self._numbers(held, read))
         return Content(held.name, held.dim, held.start, held.length, held.shape, "whole", (made,))
 
     def _changed(self, held: Held, read: Read) -> Content:
@@ -83,9 +83,9 @@ class Slices:
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().contiguous()
 
 
-def _there(key: str, tensor: torch.Tensor) -> Numbers:
-    return Numbers(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
+def _there(key: str, tensor: torch.Tensor) -> StoredNumbers:
+    return StoredNumbers(key, tensor.dtype, tuple(tensor.shape), lambda: tensor)
 
 
-def _part(held: Held) -> Part:
-    return Part(held.name, held.dim, held.start, held.length, held.elements)
+def _part(held: Held) -> SlicePart:
+    return SlicePart(held.name, held.dim, held.start, held.length, held.elements)

@@ -20,7 +20,7 @@ from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.ranks import all_gather_json
 from megatron_opd.models.views import views_by_name
 from megatron_opd.weight_sync.disk_files import Content, write_file
-from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, Written, decode, encode
+from megatron_opd.weight_sync.disk_messages import DiskRefused, Open, Write, Written, decode, encode
 from megatron_opd.weight_sync.disk_plan import writers
 from megatron_opd.weight_sync.disk_slices import Slices
 from megatron_opd.weight_sync.disk_versions import Stream, needed, told
@@ -59,7 +59,7 @@ class DiskWriter:
                 case _:
                     raise TypeError("an answer of the learner is no request")
         except ValueError as error:
-            return encode(Refused(str(error)))
+            return encode(DiskRefused(str(error)))
 
     def close(self) -> None:
         """Remove what was written: no server needs it any more."""

@@ -24,7 +24,7 @@ from megatron_opd.weight_sync.holdings import (
 )
 from megatron_opd.weight_sync.reshard import plan_routes
 from sglang_bridge.weights.formats import PLAIN, Format, Kind, item_bytes
-from sglang_bridge.weights.schedule import Bucket, Limits, Place, Route, outgoing
+from sglang_bridge.weights.schedule import Bucket, Limits, Route, SlicePlace, outgoing
 from sglang_bridge.weights.share import encode_routes, encode_share
 
 
@@ -97,7 +97,7 @@ class SyncPlan:
             routes = encode_routes(layout.staged, layout.paused)
             names = [by_first[first] for first in layout.firsts]
             for index, first in enumerate(layout.firsts):
-                place = Place(index, layout.firsts)
+                place = SlicePlace(index, layout.firsts)
                 found[first] = encode_share(routes, place, names, self.limits)
         return [found[first] for first in order]
 

@@ -21,10 +21,10 @@ from megatron_opd.weight_sync.shards_messages import (
     FinishSending,
     Join,
     Leave,
-    Listen,
+    ListenForShards,
     Listening,
     Message,
-    Outcome,
+    SendOutcome,
     SendShards,
     StartSending,
     decode,
@@ -156,7 +156,7 @@ class Shards:
         limit_s = PATIENCE * config.try_s
         receivers = sum(layout.tp for layout in layouts)
         senders = self._config.learner.parallel.world_size
-        there = decode(await self._ask(encode(Listen(senders + receivers, limit_s))))
+        there = decode(await self._ask(encode(ListenForShards(senders + receivers, limit_s))))
         assert isinstance(there, Listening)
         servers = tuple(
             (info.url, layout.tp, layout.ep)
@@ -228,7 +228,7 @@ class Shards:
     async def _failures(self, request: Message) -> Sequence[str]:
         """Let the learner's ranks do it; return what those say that could not."""
         outcome = decode(await self._ask(encode(request)))
-        assert isinstance(outcome, Outcome)
+        assert isinstance(outcome, SendOutcome)
         return outcome.failures
 
 

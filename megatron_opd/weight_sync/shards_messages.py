@@ -7,7 +7,7 @@ import msgspec
 from megatron_opd.weight_sync.decoding import decoded
 
 
-class Listen(msgspec.Struct, frozen=True, tag=True):
+class ListenForShards(msgspec.Struct, frozen=True, tag=True):
     """Asks rank 0 to listen for a group of `world_size` ranks; it answers with Listening."""
 
     world_size: int
@@ -47,7 +47,7 @@ class Leave(msgspec.Struct, frozen=True, tag=True):
     """Asks all ranks to leave the group, if they are in one."""
 
 
-class Outcome(msgspec.Struct, frozen=True, tag=True):
+class SendOutcome(msgspec.Struct, frozen=True, tag=True):
     """Answers Join and what lets ranks send. failures: one line of each rank that failed, in order.
 
     After a failure no rank is in the group any more.
@@ -76,7 +76,16 @@ class FinishSending(msgspec.Struct, frozen=True, tag=True):
     """Asks all ranks whether all that StartSending began was sent."""
 
 
-Message = Listen | Listening | Join | Leave | SendShards | StartSending | FinishSending | Outcome
+Message = (
+    ListenForShards
+    | Listening
+    | Join
+    | Leave
+    | SendShards
+    | StartSending
+    | FinishSending
+    | SendOutcome
+)
 
 _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(Message)

@@ -26,9 +26,9 @@ from megatron_opd.weight_sync.shards_messages import (
     FinishSending,
     Join,
     Leave,
-    Listen,
+    ListenForShards,
     Listening,
-    Outcome,
+    SendOutcome,
     SendShards,
     StartSending,
     decode,
@@ -38,7 +38,7 @@ from sglang_bridge.errors import one_line
 from sglang_bridge.weights.exchange import Message, PeerLost, Read, send
 from sglang_bridge.weights.formats import Format, dtype_of
 from sglang_bridge.weights.same_host import settle
-from sglang_bridge.weights.schedule import Bucket, Part
+from sglang_bridge.weights.schedule import Bucket, SlicePart
 
 NOT_CONNECTED = "the weight group is not connected"
 
@@ -70,7 +70,7 @@ class ShardsSender:
         """
         unsent = self._sent()
         match decode(request):
-            case Listen() as asked:
+            case ListenForShards() as asked:
                 return self._listen(asked)
             case Join() as asked:
                 return self._outcome(self._join(asked))
@@ -84,7 +84,7 @@ class ShardsSender:
             case Leave():
                 self.close()
                 return b""
-            case Listening() | Outcome() as answer:
+            case Listening() | SendOutcome() as answer:
                 raise ValueError(f"{type(answer).__name__} is an answer of the learner")
 
     def close(self) -> None:
@@ -97,7 +97,7 @@ class ShardsSender:
             groups.leave(self._group)
         self._group = self._store = None
 
-    def _listen(self, asked: Listen) -> bytes:
+    def _listen(self, asked: ListenForShards) -> bytes:
         if self._full.world.rank != 0:
             return b""
         host = self._config.weight_sync.host
@@ -130,7 +130,7 @@ class ShardsSender:
         failures = tuple(text for text in said if text)
         if failures:
             self._leave()
-        return encode(Outcome(failures))
+        return encode(SendOutcome(failures))
 
     def _plan(self, asked: Join) -> None:
         """Find what each of this rank's messages holds in its parameters."""
@@ -207,7 +207,7 @@ def _message(peer: int, bucket: Bucket, views: Mapping[str, Sequence[View]], dty
     return Message(peer, names, tensors, getattr(torch, dtype))
 
 
-def cut(part: Part, views: Sequence[View]) -> list[View]:
+def cut(part: SlicePart, views: Sequence[View]) -> list[View]:
     """Return the memory of a part, in order. RuntimeError: this rank does not hold all of it."""
     found = [cut for view in views if (cut := view.cut(part.start, part.length)) is not None]
     whole = sum(view.length for view in found) == part.length

@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from sglang_bridge.arrivals import Arrival, Arrivals, Phase
+from sglang_bridge.arrivals import Arrival, ArrivalPhase, Arrivals
 from sglang_bridge.refusals import Refusals
 from sglang_bridge.server.auth import ADMITTED
 
@@ -102,7 +102,7 @@ def guarded(
         def _enter(self, arrival: Arrival) -> None:
             if self.cycle is None or self.cycle.response_complete:
                 return  # it waits for a head, since it was made or began to come
-            arrival.enter(Phase.BODY if self.cycle.more_body else Phase.ANSWER)
+            arrival.enter(ArrivalPhase.BODY if self.cycle.more_body else ArrivalPhase.ANSWER)
 
         def _leave(self) -> None:
             if self._arrival is not None:

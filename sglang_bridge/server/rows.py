@@ -13,7 +13,7 @@ from sglang_bridge.server.selection import UNUSED, Selected
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class LogitRows:
     """Holds rows of distinct ids.
 
     ids_BR: int64, strictly increasing in the first length_B columns, UNUSED after. weight_BR:
@@ -36,7 +36,7 @@ def forced(ids_BF: torch.Tensor, logp_BF: torch.Tensor) -> Selected:
     return Selected(ids_BF, torch.zeros_like(ids_BF, dtype=torch.float64), logp_BF)
 
 
-def build_rows(*parts: Selected) -> Rows:
+def build_rows(*parts: Selected) -> LogitRows:
     """Makes a row of all that the parts hold of it.
 
     Log-probs of one id differ by rounding alone; the largest is taken.
@@ -50,4 +50,4 @@ def build_rows(*parts: Selected) -> Rows:
     distinct_BR = torch.full_like(ids_BR, UNUSED).scatter_(1, slot_BR, ids_BR)
     sums_BR = torch.zeros_like(weight_BR).scatter_add_(1, slot_BR, weight_BR)
     best_BR = torch.full_like(logp_BR, -torch.inf).scatter_reduce_(1, slot_BR, logp_BR, "amax")
-    return Rows(distinct_BR, sums_BR.float(), best_BR, (distinct_BR != UNUSED).sum(1))
+    return LogitRows(distinct_BR, sums_BR.float(), best_BR, (distinct_BR != UNUSED).sum(1))

@@ -18,7 +18,7 @@ import torch
 
 from sglang_bridge.server.masses import masses_of
 from sglang_bridge.server.sampling import behaviour
-from sglang_bridge.server.scoring import Part, parts_of
+from sglang_bridge.server.scoring import ScorePart, parts_of
 from sglang_bridge.server.selection_plan import HostSelections, SelectionPlan
 from sglang_bridge.server.transfer import to_device
 
@@ -27,7 +27,7 @@ from sglang_bridge.server.transfer import to_device
 class HostScores:
     """Holds one forward pass's scores on the host (SGLang's HostAuxiliaryOutput)."""
 
-    parts: tuple[Part, ...]
+    parts: tuple[ScorePart, ...]
     logp_K: torch.Tensor
     selections: HostSelections
 

@@ -101,7 +101,7 @@ def new_record(req: Any) -> ScoreRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ScorePart:
     """Describes a request's share of a forward pass: its response rows [first, first + count).
 
     row: the logit row of the first of them.
@@ -119,9 +119,9 @@ class Part:
         return slice(int(offsets_T1[self.first]), int(offsets_T1[self.first + self.count]))
 
 
-def parts_of(batch: Any) -> tuple[tuple[Part, ...], int]:
+def parts_of(batch: Any) -> tuple[tuple[ScorePart, ...], int]:
     """Returns (the parts that an extend batch scores, in order of its logit rows; logit rows)."""
-    parts: list[Part] = []
+    parts: list[ScorePart] = []
     num_rows = 0
     for req, position, count in compat.logit_rows(batch):
         first_row, num_rows = num_rows, num_rows + count
@@ -131,5 +131,5 @@ def parts_of(batch: Any) -> tuple[tuple[Part, ...], int]:
         low, high = max(position, record.start), min(position + count, record.stop)
         if low < high:
             row = low - position + first_row
-            parts.append(Part(record, low - record.start, high - low, row))
+            parts.append(ScorePart(record, low - record.start, high - low, row))
     return tuple(parts), num_rows

@@ -17,7 +17,7 @@ from sglang_bridge.server import seeded
 from sglang_bridge.server.masses import BLOCK, Masses
 from sglang_bridge.server.rows import build_rows
 from sglang_bridge.server.sampling import Behaviour
-from sglang_bridge.server.scoring import Part
+from sglang_bridge.server.scoring import ScorePart
 from sglang_bridge.server.selection import Wanted, select
 from sglang_bridge.server.transfer import to_device
 
@@ -29,7 +29,7 @@ COPIED_LOGITS = 1 << 21
 class HostSelections:
     """Holds one forward pass's selections on the host: "length" [R], other tensors [R, S]."""
 
-    parts: Sequence[Part]
+    parts: Sequence[ScorePart]
     tensors: dict[str, torch.Tensor]
 
     def consume(self) -> None:
@@ -54,7 +54,9 @@ class SelectionPlan:
     are of whole ranges, and what comes of them is dropped.
     """
 
-    def __init__(self, parts: Sequence[Part], num_rows: int, generator: torch.Generator) -> None:
+    def __init__(
+        self, parts: Sequence[ScorePart], num_rows: int, generator: torch.Generator
+    ) -> None:
         self._parts = [part for part in parts if part.record.selects]
         self._generator = generator
         atoms_L, draws_L = np.zeros((2, num_rows), np.int64)
@@ -126,7 +128,7 @@ class SelectionPlan:
         return HostSelections(self._parts, {n: copy(t) for n, t in self._tensors.items()})
 
 
-def _seeded(parts: Sequence[Part], num_rows: int, columns: int) -> np.ndarray | None:
+def _seeded(parts: Sequence[ScorePart], num_rows: int, columns: int) -> np.ndarray | None:
     """Returns float64 [L, columns]: the numbers of every row's draws; None without seeds."""
     if any(part.record.seed is None for part in parts):
         return None

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from sglang_bridge.server.pieces import Piece
-from sglang_bridge.weights.background import Task, own_stream
+from sglang_bridge.weights.background import BackgroundTask, own_stream
 
 Digests = dict[str, str]
 
@@ -21,8 +21,8 @@ class Shadows:
     def __init__(self, pieces: Mapping[str, Piece]) -> None:
         self._pieces = dict(pieces)
         self.memory = {name: torch.empty_like(piece.view) for name, piece in pieces.items()}
-        self._fill: Task[Digests] | None = None
-        self._digests: Task[Digests] | None = None
+        self._fill: BackgroundTask[Digests] | None = None
+        self._digests: BackgroundTask[Digests] | None = None
 
     @property
     def is_begun(self) -> bool:
@@ -45,7 +45,7 @@ class Shadows:
                 fill()
             return {}
 
-        self._digests, self._fill = None, Task(fill_all)
+        self._digests, self._fill = None, BackgroundTask(fill_all)
 
     def wait(self) -> None:
         """Wait for the fill that has begun; raises what went wrong."""
@@ -67,7 +67,7 @@ class Shadows:
                 return {piece.key: piece.digest_of(shadow) for piece, shadow in held}
 
         if self._digests is None:
-            self._digests = Task(digest_all)
+            self._digests = BackgroundTask(digest_all)
         return self._digests.result() if self._digests.is_done else None
 
     def take(self) -> None:

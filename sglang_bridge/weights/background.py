@@ -14,7 +14,7 @@ from sglang_bridge.weights.exchange import PeerLost
 Found = TypeVar("Found")
 
 
-class Task(Generic[Found]):
+class BackgroundTask(Generic[Found]):
     """Executes something in a thread of its own, which does not keep the process alive."""
 
     def __init__(self, act: Callable[[], Found]) -> None:

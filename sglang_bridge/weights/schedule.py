@@ -57,7 +57,7 @@ class Route:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class SlicePart:
     """Describes [start, start + length) of dimension `dim` of tensor `name`, `elements` numbers."""
 
     name: str
@@ -78,7 +78,7 @@ class Bucket:
 
     sender: int
     receiver: int
-    parts: tuple[Part, ...]
+    parts: tuple[SlicePart, ...]
 
     @property
     def elements(self) -> int:
@@ -103,7 +103,7 @@ class Onward:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class SlicePlace:
     """Says where a server is. index: among the servers of its layout. firsts: of each of these.
 
     The first one's is its first receiver.
@@ -139,7 +139,7 @@ def outgoing(
 
     groups: for every layout of servers the routes to one of them, and the first receiver of each.
     """
-    streams: dict[tuple[int, Stream], list[Part]] = defaultdict(list)
+    streams: dict[tuple[int, Stream], list[SlicePart]] = defaultdict(list)
     for routes, firsts in groups:
         for route in routes:
             if source in route.sources:
@@ -158,15 +158,15 @@ def outgoing(
 
 
 def incoming(
-    routes: Iterable[Route], place: Place, rank: int, limits: Limits
+    routes: Iterable[Route], place: SlicePlace, rank: int, limits: Limits
 ) -> list[Bucket | Onward]:
     """Return what rank `rank` of the server at `place` receives and passes on, in order."""
-    streams: dict[Stream, list[Part]] = defaultdict(list)
+    streams: dict[Stream, list[SlicePart]] = defaultdict(list)
     for route in routes:
         if route.destination == rank:
             source = route.source(place.index)
             streams[_stream(route, source, limits)].append(_part(route))
-    keyed: list[tuple[Key, tuple[Stream, int], _Leg, tuple[Part, ...] | None]] = []
+    keyed: list[tuple[Key, tuple[Stream, int], _Leg, tuple[SlicePart, ...] | None]] = []
     for stream, parts in streams.items():
         here, onward = _legs(stream, place, rank, limits)
         for turn, content in enumerate(_buckets(parts, limits.max_elements)):
@@ -201,7 +201,7 @@ class _Leg:
         return (turn + self.hop, self.hop, distance, self.sender, *self.stream)
 
 
-def _legs(stream: Stream, place: Place, rank: int, limits: Limits) -> tuple[_Leg, _Leg | None]:
+def _legs(stream: Stream, place: SlicePlace, rank: int, limits: Limits) -> tuple[_Leg, _Leg | None]:
     """Return on which hop a stream reaches a server's rank, and on which it is passed on."""
     origin, replicas, _ = stream
     index, firsts = place.index, place.firsts
@@ -222,9 +222,9 @@ def _stream(route: Route, source: int, limits: Limits) -> Stream:
     return source, len(route.sources) if limits.relays else 0, route.kind
 
 
-def _buckets(parts: Sequence[Part], max_elements: int) -> Iterator[tuple[Part, ...]]:
+def _buckets(parts: Sequence[SlicePart], max_elements: int) -> Iterator[tuple[SlicePart, ...]]:
     """Yield large parts alone, and the others together, as many consecutive ones as fit."""
-    held: list[Part] = []
+    held: list[SlicePart] = []
     room = max_elements
     for part in parts:
         for piece in _cut(part, max_elements):
@@ -240,7 +240,7 @@ def _buckets(parts: Sequence[Part], max_elements: int) -> Iterator[tuple[Part, .
         yield tuple(held)
 
 
-def _cut(part: Part, max_elements: int) -> Iterator[Part]:
+def _cut(part: SlicePart, max_elements: int) -> Iterator[SlicePart]:
     """Yield a part in pieces that fit into a bucket; one index at least, whatever its size."""
     if part.elements <= max_elements:
         yield part
@@ -252,5 +252,5 @@ def _cut(part: Part, max_elements: int) -> Iterator[Part]:
         yield replace(part, start=part.start + first, length=length, elements=length * one)
 
 
-def _part(route: Route) -> Part:
-    return Part(route.name, route.dim, route.start, route.length, route.elements, route.kind)
+def _part(route: Route) -> SlicePart:
+    return SlicePart(route.name, route.dim, route.start, route.length, route.elements, route.kind)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_bridge.errors import one_line
-from sglang_bridge.weights.schedule import Bucket, Limits, Onward, Place, Route, incoming
+from sglang_bridge.weights.schedule import Bucket, Limits, Onward, Route, SlicePlace, incoming
 
 STAGED, PAUSED = "staged", "paused"
 PEERS = "peers"
@@ -45,7 +45,7 @@ def encode_routes(staged: Sequence[Route], paused: Sequence[Route]) -> str:
     return base64.b64encode(zlib.compress(text.encode(), 1)).decode("ascii")
 
 
-def encode_share(routes: str, place: Place, names: Sequence[str], limits: Limits) -> str:
+def encode_share(routes: str, place: SlicePlace, names: Sequence[str], limits: Limits) -> str:
     """Return the text for the server at `place`.
 
     routes: of encode_routes. names: of the servers of its layout, for errors.
@@ -66,7 +66,7 @@ def decode_share(text: str, rank: int) -> dict[str, Any]:
     head, _, routes = text.rpartition(" ")
     try:
         index, firsts, names, senders, receivers, max_elements, relays = json.loads(head)
-        place = Place(index, tuple(firsts))
+        place = SlicePlace(index, tuple(firsts))
         limits = Limits(senders, receivers, max_elements, relays)
         if not 0 <= index < len(firsts) == len(names):
             raise ValueError(f"no server {index} among {len(firsts)} of {len(names)} names")

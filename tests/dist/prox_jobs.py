@@ -11,7 +11,7 @@ from megatron_opd.learner.micro_batch import DistilMicro
 from tests.dist import jobs
 
 
-class Unshared(passes.Passes):
+class Unshared(passes.ForwardPasses):
     """The first mini-batch gets a pass of its own too."""
 
     def with_prox(self, minis: Sequence[Sequence[DistilMicro]]) -> list[list[DistilMicro]]:

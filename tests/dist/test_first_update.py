@@ -10,7 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_opd.metrics.mismatch_limits import MOST_RATIO, SMALL, Bound, Gap, Limits
+from megatron_opd.metrics.mismatch_limits import (
+    MOST_RATIO,
+    SMALL,
+    Bound,
+    MismatchGap,
+    MismatchLimits,
+)
 from megatron_opd.records.types import Batch, Sample, VersionSpan
 from tests.dist import bound_jobs
 from tests.dist.caches import load_float64, make_batch, oracle_update, response_logp
@@ -50,9 +56,9 @@ def batch(model: Path) -> Batch:
 
 
 @pytest.fixture(scope="module")
-def exact(model: Path, batch: Batch) -> Gap:
+def exact(model: Path, batch: Batch) -> MismatchGap:
     """By transformers in float64, token by token."""
-    student, gap = load_float64(model), Gap()
+    student, gap = load_float64(model), MismatchGap()
     for sample in batch.samples:
         assert isinstance(sample, Sample)
         draws, versions_T = sample.rollout.draws, sample.rollout.versions_T()
@@ -66,20 +72,22 @@ def exact(model: Path, batch: Batch) -> Gap:
                 float(draws.sampler_logp_N[draws.path_T[t]]),
             )
             r = min(math.exp(learner - sampler), MOST_RATIO)
-            gap = gap.plus(Gap(1, abs(math.exp(learner) - math.exp(sampler)), r - 1 - math.log(r)))
+            gap = gap.plus(
+                MismatchGap(1, abs(math.exp(learner) - math.exp(sampler)), r - 1 - math.log(r))
+            )
     assert 0 < gap.tokens < batch.num_response_tokens
     return gap
 
 
-def bound(gap: Gap, factor: float) -> Bound:
+def bound(gap: MismatchGap, factor: float) -> Bound:
     """A limit of k3 at `factor` of what there is."""
     few = 1 + SMALL / gap.tokens
-    return Bound(Limits(mean_abs_dp=1.0, mean_k3_nats=factor * gap.mean_k3_nats / few))
+    return Bound(MismatchLimits(mean_abs_dp=1.0, mean_k3_nats=factor * gap.mean_k3_nats / few))
 
 
 @pytest.fixture(scope="module")
 def verdicts(
-    model: Path, batch: Batch, exact: Gap, tmp_path_factory: pytest.TempPathFactory
+    model: Path, batch: Batch, exact: MismatchGap, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, list[dict[str, Any]]]:
     base, found = tmp_path_factory.mktemp("verdicts"), {}
     for name, (size, parallel) in LAYOUTS.items():
@@ -94,7 +102,7 @@ def verdicts(
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_every_rank_refuses_on_the_same_figures_which_are_those_of_own_tokens(
-    name: str, verdicts: dict[str, list[dict[str, Any]]], exact: Gap
+    name: str, verdicts: dict[str, list[dict[str, Any]]], exact: MismatchGap
 ):
     first, *others = (found["refused"] for found in verdicts[name])
     assert first is not None, "the job has also found the weights bitwise unchanged"

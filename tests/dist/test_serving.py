@@ -29,7 +29,7 @@ from megatron_opd.transport.remote_learner import Admission, LearnerError, Remot
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     ListBuckets,
-    Listen,
+    ListenForBroadcast,
     Request,
     SendBuckets,
     decode_address,
@@ -64,7 +64,7 @@ async def ask(remote: RemoteLearner, request: Request) -> bytes:
 
 
 async def listen(remote: RemoteLearner, world_size: int) -> int:
-    return decode_address(await ask(remote, Listen(world_size, TIMEOUT_S)))[1]
+    return decode_address(await ask(remote, ListenForBroadcast(world_size, TIMEOUT_S)))[1]
 
 
 def join_group(world_size: int) -> JoinGroup:

@@ -9,7 +9,7 @@ import pytest
 from megatron_opd.config.metrics import MetricsConfig
 from megatron_opd.config.sections import RolloutConfig
 from megatron_opd.config.supports import PathSupport
-from megatron_opd.metrics.opd_health import Scored, measure
+from megatron_opd.metrics.opd_health import ScoredSelection, measure
 from megatron_opd.records.types import Prompt, Rollout
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.rollout.teacher_health import HealthProbe
@@ -39,7 +39,7 @@ def test_figures_are_those_of_the_models(
         Prompt(uid, "", np.arange(3, 9 + 7 * uid, dtype=np.int32) % VOCAB_SIZE) for uid in range(4)
     ]
 
-    async def run() -> tuple[list[Rollout], list[Scored]]:
+    async def run() -> tuple[list[Rollout], list[ScoredSelection]]:
         async with (
             Fleet([ServerClient(student_server.spec.url, timeout_s=120)]) as student,
             Fleet([ServerClient(teacher_server.spec.url, timeout_s=120)]) as teacher,
@@ -66,7 +66,7 @@ def test_figures_are_those_of_the_models(
         generator = np.random.default_rng(0)
         student = select(p_TV, [sorted(ENDS)] * len(p_TV), VOCAB_SIZE, 0, generator)
         rows = np.split(student.ids_N, student.offsets_T1[1:-1])
-        whole.append(Scored(student, select(q_TV, rows, VOCAB_SIZE, 0, generator)))
+        whole.append(ScoredSelection(student, select(q_TV, rows, VOCAB_SIZE, 0, generator)))
     found, expected = measure(answers, TOP_K, ENDS), measure(whole, TOP_K, ENDS)
     assert found.tokens == expected.tokens > 20
     assert found.topk_overlap == pytest.approx(expected.topk_overlap, abs=2 / TOP_K / found.tokens)

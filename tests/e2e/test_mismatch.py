@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch import compare
-from megatron_opd.mismatch.measure import DECODE, FREE, GATED, PREFILL, REPLAYED, Measured
+from megatron_opd.mismatch.measure import DECODE, FREE, GATED, PREFILL, REPLAYED, MeasuredMismatch
 from megatron_opd.mismatch.options import Options
 from megatron_opd.mismatch.run import MismatchRun
 from megatron_opd.weight_sync.session import WeightSync
@@ -57,7 +57,7 @@ def small(student_model: Path, tmp_path: Path, shared: Sections) -> dict[str, An
     }
 
 
-def oracle(model: Path, measured: Measured) -> list[np.ndarray]:
+def oracle(model: Path, measured: MeasuredMismatch) -> list[np.ndarray]:
     """Log-probs of the sampled tokens by transformers."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     found = []
@@ -71,7 +71,7 @@ def oracle(model: Path, measured: Measured) -> list[np.ndarray]:
     return found
 
 
-def measured_by(tree: dict[str, Any]) -> Measured:
+def measured_by(tree: dict[str, Any]) -> MeasuredMismatch:
     options = Options(PROMPTS, EDGES, 0.1, None, None)
     console = Console(file=open(os.devnull, "w"))  # noqa: SIM115
     return MismatchRun(Config.model_validate(tree), options, console).measure()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron_opd.data_workers.messages import Generate, Score
+from megatron_opd.data_workers.messages import Generate, ScoreCall
 from megatron_opd.data_workers.requests import encode_request
 from megatron_opd.rollout.score_requests import TeacherAsk
 from sglang_bridge.client import Endpoint
@@ -30,7 +30,7 @@ REQUEST = RolloutRequest(
     seed=11,
 )
 GENERATE = Generate(1, ENDPOINT, encode_request(REQUEST))
-SCORE = Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 0, 7, 512), 100)
+SCORE = ScoreCall(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 0, 7, 512), 100)
 ROLLOUT = make_sample(0).rollout
 REPLY = RolloutReply(
     ROLLOUT.response_ids_T, "stop", ROLLOUT.draws, ((3, 0, 1), (4, 1, 4)), "http://host:1"

@@ -51,11 +51,11 @@ def make_shares(
 def done(request: m.Request) -> m.Reply:
     results = {
         m.Train: FIGURES,
-        m.Score: SCORES,
+        m.ScoreShare: SCORES,
         m.MoveWeights: m.WeightsMoved(b"moved"),
         m.DigestPieces: m.Digests(["d"]),
     }
-    return m.Done(request.call, results.get(type(request), m.Nothing()))
+    return m.RankDone(request.call, results.get(type(request), m.Nothing()))
 
 
 def silent(request: m.Request) -> None:

@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from megatron_opd.losses import kernels
-from megatron_opd.losses.fused import Shape
+from megatron_opd.losses.fused import KernelShape
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 WARP = 32
@@ -28,7 +28,7 @@ class Compiled:
     spilled_bytes: int
 
 
-def compiled(kernel: str, dtype: torch.dtype, shape: Shape, capability: int) -> Compiled:
+def compiled(kernel: str, dtype: torch.dtype, shape: KernelShape, capability: int) -> Compiled:
     """Compile a kernel of `kernels` with everything that it can do, for sm_`capability`."""
     function: Any = getattr(kernels, kernel)
     constants = {

@@ -39,12 +39,12 @@ def reply_to(order: w.Order) -> w.Answer | None:
     match order:
         case w.Generate():
             return generated(order)
-        case w.Judge():
-            return w.Judged(order.call, 0.5)
-        case w.Score():
-            return w.Scored(order.call, 8, SIZE, SHAPE)
+        case w.JudgeCall():
+            return w.JudgedCall(order.call, 0.5)
+        case w.ScoreCall():
+            return w.ScoredCall(order.call, 8, SIZE, SHAPE)
         case w.Fetch():
-            return w.Whole(order.call, encode_member(place(SAMPLE)))
+            return w.WholeCall(order.call, encode_member(place(SAMPLE)))
         case _:
             return None
 
@@ -80,7 +80,7 @@ class Peer:
         self.task = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        await self.socket.send(w.encode(w.Hello(self.index, self.address)))
+        await self.socket.send(w.encode(w.WorkerHello(self.index, self.address)))
         while True:
             order = w.decode_order(await self.socket.recv())
             self.orders.append(order)

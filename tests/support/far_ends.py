@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from benchmarks.security.raw import Door
 from benchmarks.security.zmq_attacks import attacks
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.learner.channel import Channel
+from megatron_opd.learner.channel import ControllerChannel
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.remote_learner import Admission, RemoteLearner
 from megatron_opd.wire.keys import RunKeys
@@ -58,7 +58,7 @@ def controller(file: str, host: str, port: str) -> None:
 
 def rank(file: str, host: str, port: str) -> None:
     """Join as a learner of one rank, and send every request's payload back."""
-    channel = Channel(
+    channel = ControllerChannel(
         f"tcp://{host}:{port}", lambda: keys_of(file).ranks, first_s=60, max_bytes=2**20
     )
     channel.join(hello())
@@ -67,10 +67,10 @@ def rank(file: str, host: str, port: str) -> None:
         request, _ = channel.receive(HEAD)
         if isinstance(request, m.Stop):
             channel.leave()
-            channel.reply(m.Done(request.call, m.Nothing()))
+            channel.reply(m.RankDone(request.call, m.Nothing()))
             break
         assert isinstance(request, m.MoveWeights)
-        channel.reply(m.Done(request.call, m.WeightsMoved(request.payload)))
+        channel.reply(m.RankDone(request.call, m.WeightsMoved(request.payload)))
     channel.close()
 
 

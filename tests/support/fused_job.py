@@ -22,12 +22,12 @@ import torch.distributed as dist
 from megatron_opd.losses import eager, kernels
 from megatron_opd.losses.blocks import BlockPlan
 from megatron_opd.losses.eager import EagerPasses
-from megatron_opd.losses.fused import Shape, fused_passes
+from megatron_opd.losses.fused import KernelShape, fused_passes
 from megatron_opd.losses.lean import LogProbs, lean_logp
 from tests.support.lean_cases import Case, case, dense, exactly, outcome
 
-SMALL = Shape(rows=16, ids=16, depth=16, group=2, tiles_a_part=3, widen=True)
-WIDE = Shape(rows=16, ids=32, depth=16, group=3, tiles_a_part=1, widen=True)
+SMALL = KernelShape(rows=16, ids=16, depth=16, group=2, tiles_a_part=3, widen=True)
+WIDE = KernelShape(rows=16, ids=32, depth=16, group=3, tiles_a_part=1, widen=True)
 BLOCK = (8, 24)
 # rows, ids, H, pairs: less than a tile, just one, one more, ragged in each direction, many parts
 SHAPES = (
@@ -48,7 +48,7 @@ def fused(
     row_N: torch.Tensor,
     id_N: torch.Tensor,
     *,
-    how: Shape = SMALL,
+    how: KernelShape = SMALL,
     group: Any = None,
     vocab_size: int | None = None,
     **options: Any,

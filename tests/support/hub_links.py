@@ -16,23 +16,23 @@ from megatron_opd.sites.checking import SampleRules
 from megatron_opd.sites.hub import Hub
 from megatron_opd.sites.messages import (
     PROTOCOL,
-    Done,
     FileSize,
     Forget,
     Gone,
-    Hello,
     Offer,
     Serving,
-    Task,
+    SiteDone,
+    SiteHello,
+    SiteTask,
     ToLearner,
     ToSite,
     Want,
     decode_to_site,
     encode,
 )
-from megatron_opd.sites.settings import Expected, HubSettings, IntakeSettings
+from megatron_opd.sites.settings import ExpectedSite, HubSettings, IntakeSettings
 from megatron_opd.transport.samples import encode_sample
-from megatron_opd.wire.link.counts import LinkCounts, Tally
+from megatron_opd.wire.link.counts import LinkCounts, LinkTally
 from megatron_opd.wire.link.events import Broken, Event, Mended, Received, Restarted
 from megatron_opd.wire.link.wire import URGENT
 from sglang_bridge.arrays import unpack
@@ -40,8 +40,8 @@ from tests.support.fakes import make_prompt, make_rollout
 
 VOCAB_SIZE = 16
 RULES = SampleRules(Estimator(), VOCAB_SIZE, 8, lambda rollout: Length())
-EXPECTED = Expected({"a": "b"}, 1, 2, 9, (1, 7), 30.0)
-NO_COUNTS = LinkCounts(True, None, None, 0.0, 0, **dataclasses.asdict(Tally()))
+EXPECTED = ExpectedSite({"a": "b"}, 1, 2, 9, (1, 7), 30.0)
+NO_COUNTS = LinkCounts(True, None, None, 0.0, 0, **dataclasses.asdict(LinkTally()))
 OFFER = Offer(1, "v", None, [FileSize("f", 1, b"")])
 
 
@@ -54,9 +54,9 @@ def sample_of(prompt: Prompt, version: int = 0, tokens: int = 4) -> Sample:
     return Sample(rollout, np.full(rollout.draws.num_ids, -0.7, np.float32))
 
 
-def done_of(uid: int, **changes: Any) -> Done:
+def done_of(uid: int, **changes: Any) -> SiteDone:
     """A Done as a sound site sends it."""
-    healthy = Done(uid, "stop", 0.0, time.time(), 1.0, "there", 0, None, None, 0.0, False)
+    healthy = SiteDone(uid, "stop", 0.0, time.time(), 1.0, "there", 0, None, None, 0.0, False)
     return replace_record(healthy, **changes)
 
 
@@ -185,7 +185,7 @@ class Sites:
     async def greets(self, name: str, *, slots: int = 2, holds: Sequence[int] = (), **changes: Any):
         """Let the process of a site that is there introduce itself."""
         who, kept = (PROTOCOL, name, f"p{self.processes}"), list(holds)
-        hello = Hello(*who, slots, self.scores, {"a": "b"}, 1, 2, 9, [1, 7], time.time(), kept)
+        hello = SiteHello(*who, slots, self.scores, {"a": "b"}, 1, 2, 9, [1, 7], time.time(), kept)
         await self.say(name, replace_record(hello, **changes))
 
     async def start_over(self, **state: Any) -> None:
@@ -220,7 +220,7 @@ class Sites:
         return [each for each in self.links.told.get(site, []) if type(each) is kind]
 
     def given(self, site: str) -> list[int]:
-        return [task.uid for task in self.told(site, Task)]
+        return [task.uid for task in self.told(site, SiteTask)]
 
     def forgotten(self, site: str) -> list[int]:
         return [uid for each in self.told(site, Forget) for uid in each.uids]
@@ -229,5 +229,5 @@ class Sites:
         return self.hub.figures[site]
 
 
-def prompt_ids(task: Task) -> list[int]:
+def prompt_ids(task: SiteTask) -> list[int]:
     return unpack(task.ids, "<i4").tolist()

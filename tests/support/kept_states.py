@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_opd.checkpoint.run_lock import Claim
+from megatron_opd.checkpoint.run_lock import LockClaim
 from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.checkpoint.state_files import write_sums
 from megatron_opd.config.load import dump_config
@@ -14,7 +14,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data.epochs import Stretch
 from megatron_opd.data.template import RunTemplate
-from megatron_opd.evaluation.progress import Progress
+from megatron_opd.evaluation.progress import EvaluationProgress
 from megatron_opd.inputs.prompt_order import KeptData, Shape, data_now
 from megatron_opd.run.checkpoints import Checkpoints
 
@@ -77,7 +77,7 @@ def save_some(
     config: Config,
     learner: FakeLearner,
     updates: list[int],
-    claim: Claim | None = None,
+    claim: LockClaim | None = None,
     *,
     since: int = 0,
     at_end: int | None = None,
@@ -95,7 +95,7 @@ def save_some(
     config.run.dir.mkdir(exist_ok=True)
     (config.run.dir / "config.resolved.yaml").write_text(dump_config(config))
     extras: dict[str, Any] = {"elapsed_s": 1.0, "wall_s": 1.0, "resumed_at_updates": []}
-    extras |= {"evaluations": Progress().as_json(), "totals": {}}
+    extras |= {"evaluations": EvaluationProgress().as_json(), "totals": {}}
     extras["template"] = template.as_json()
     parts = (dirs, config, learner, lambda: extras, lambda line: None, claim, since)
     kept = Checkpoints(*parts, evaluations=evaluations)

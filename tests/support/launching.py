@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
-from megatron_opd.launch.launcher import CannotPlace, Need, Place, ProcessSpec
+from megatron_opd.launch.launcher import CannotPlace, Need, NodePlace, ProcessSpec
 from sglang_bridge.ports import free_port
 
 
@@ -63,23 +63,23 @@ class Cluster:
         self.needs: tuple[Need, ...] = ()
         self.closed = False
 
-    def reserve(self, needs: Sequence[Need], say: Callable[[str], None]) -> tuple[Place, ...]:
+    def reserve(self, needs: Sequence[Need], say: Callable[[str], None]) -> tuple[NodePlace, ...]:
         self.needs = tuple(needs)
         return tuple(self._place(need) for need in needs)
 
-    def _place(self, need: Need) -> Place:
+    def _place(self, need: Need) -> NodePlace:
         for node, room in self.free.items():
             if room and node not in self.lost:
                 self.free[node] -= 1
-                return Place(need, "127.0.0.1", free_port(), node)
+                return NodePlace(need, "127.0.0.1", free_port(), node)
         raise CannotPlace(f"{need.key} needs a node, and there is none left")
 
-    def process(self, spec: ProcessSpec, place: Place) -> Child:
+    def process(self, spec: ProcessSpec, place: NodePlace) -> Child:
         child = Child(spec)
         self.children.append(child)
         return child
 
-    def replace(self, place: Place, say: Callable[[str], None]) -> Place:
+    def replace(self, place: NodePlace, say: Callable[[str], None]) -> NodePlace:
         if place.node not in self.lost:
             return replace(place, port=free_port())
         say(f"{place.node} is lost")

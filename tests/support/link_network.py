@@ -5,10 +5,10 @@ import secrets
 from collections import deque
 from dataclasses import dataclass, field
 
-from megatron_opd.wire.link.channel import Channel, Limits
+from megatron_opd.wire.link.channel import Channel, LinkLimits
 from megatron_opd.wire.link.wire import LANES, Ack, BadFrame, Ping, Pong, note, read_note
 
-LIMITS = Limits(chunk_bytes=64, message_bytes=4096, inbox_bytes=1 << 20)
+LIMITS = LinkLimits(chunk_bytes=64, message_bytes=4096, inbox_bytes=1 << 20)
 Frames = list[bytes]
 
 
@@ -23,14 +23,14 @@ class Side:
     """What is on its way to this end."""
 
 
-def new_side(limits: Limits = LIMITS, compression: int = 3) -> Side:
+def new_side(limits: LinkLimits = LIMITS, compression: int = 3) -> Side:
     return Side(Channel(secrets.token_bytes(16), limits, compression))
 
 
 class Network:
     """Moves frames between `client` and `server` as `chance` has it; time is counted in steps."""
 
-    def __init__(self, chance: random.Random, limits: Limits = LIMITS) -> None:
+    def __init__(self, chance: random.Random, limits: LinkLimits = LIMITS) -> None:
         self.chance, self.limits = chance, limits
         self.client, self.server = new_side(limits), new_side(limits)
         self.now_s = 0.0

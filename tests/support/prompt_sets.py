@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_opd.data.drawn import RowPrompts
-from megatron_opd.data.outcomes import Outcome, Tally
+from megatron_opd.data.outcomes import RowOutcome, RowTally
 from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.records import Columns
@@ -16,9 +16,9 @@ RULES = PromptRules(Columns(("prompt",)), 9)
 def prompt_set(path: str, prompts: Sequence[Prompt], *, whole: bool = True) -> PromptSet:
     """Return a file of these prompts, of which all texts were looked for."""
     found = tuple(prompts)
-    tally = Tally(Path(path), RULES, [prompt.text for prompt in found])
+    tally = RowTally(Path(path), RULES, [prompt.text for prompt in found])
     for prompt in found:
-        tally.add(Outcome(f"{path}:1", {"prompt": prompt.text}, prompt.token_ids_P))
+        tally.add(RowOutcome(f"{path}:1", {"prompt": prompt.text}, prompt.token_ids_P))
     return PromptSet(Path(path), found, tally, whole, found)
 
 
@@ -29,16 +29,16 @@ class DrawnOnly(RowPrompts):
 
     def __init__(self, path: str, prompts: Sequence[Prompt | None]) -> None:
         self._prompts = prompts
-        self.tally = Tally(Path(path), RULES)
+        self.tally = RowTally(Path(path), RULES)
 
     def __len__(self) -> int:
         return len(self._prompts)
 
-    def read(self, numbers: Sequence[int]) -> list[Outcome]:
+    def read(self, numbers: Sequence[int]) -> list[RowOutcome]:
         """Return what there is to know of each row: nothing."""
-        return [Outcome("") for _ in numbers]
+        return [RowOutcome("") for _ in numbers]
 
-    def taken(self, number: int, outcome: Outcome) -> Prompt | None:
+    def taken(self, number: int, outcome: RowOutcome) -> Prompt | None:
         """Return the prompt."""
         return self._prompts[number]
 

@@ -23,7 +23,7 @@ from megatron_opd.checkpoint.run_lock import RunLock
 from megatron_opd.config.roles import run_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET
-from megatron_opd.evaluation.progress import Progress
+from megatron_opd.evaluation.progress import EvaluationProgress
 from megatron_opd.inputs import teachers as teacher_guard
 from megatron_opd.inputs.prepare import Prepared, prepare
 from megatron_opd.inputs.prompt_order import Begun, KeptData, Shape
@@ -395,7 +395,7 @@ def resumption(directory: Path, engines: Sequence[str], group_size: int) -> Resu
     """A checkpoint to continue from, as far as the script looks at it."""
     (directory / "config.resolved.yaml").write_text("{}")
     extras: dict[str, Any] = {"elapsed_s": 0.0, "wall_s": 0.0, "resumed_at_updates": []}
-    extras |= {"evaluations": Progress().as_json()}
+    extras |= {"evaluations": EvaluationProgress().as_json()}
     extras["totals"] = dump_totals(RunTotals(engines, group_size), 0.0)
     begun = Begun(NOTHING_YET, KeptData((), Shape((), (), ())), (), (), accepted=False)
     return Resumption(directory / "none", NOTHING_YET, extras, (), begun)

@@ -15,16 +15,16 @@ from megatron_opd.sim.costs import (
 from megatron_opd.sim.planner.bounds import Bounds
 from megatron_opd.sim.planner.candidates import (
     Candidate,
-    Learner,
-    Schedule,
+    LearnerSize,
+    ScheduleChoice,
     Space,
-    Student,
+    StudentSize,
     Teacher,
 )
 from megatron_opd.sim.planner.configs import chosen_tree
 from megatron_opd.sim.planner.demand import Demand, Window, demand_of
 from megatron_opd.sim.planner.plan import measured
-from megatron_opd.sim.planner.result import Measured
+from megatron_opd.sim.planner.result import MeasuredWindow
 from megatron_opd.sim.world import simulate
 from tests.support.config_files import MINIMAL
 
@@ -56,11 +56,11 @@ def config_of(*, overlap: bool = False, mini_batches: int = 1) -> Config:
     )
 
 
-def schedule_of(kind: str, **keys: object) -> Schedule:
+def schedule_of(kind: str, **keys: object) -> ScheduleChoice:
     """A schedule with its bound and permits."""
     tree = {"type": kind, **keys}
     config = Config.model_validate(MINIMAL | {"schedule": tree}).schedule
-    return Schedule(config, config.bound(BATCH), config.permits(BATCH))
+    return ScheduleChoice(config, config.bound(BATCH), config.permits(BATCH))
 
 
 SCHEDULES = (
@@ -75,15 +75,15 @@ SCHEDULES = (
 )
 
 
-def learner_of(ranks: int, **cost: float) -> Learner:
+def learner_of(ranks: int, **cost: float) -> LearnerSize:
     """A learner of so many data-parallel ranks."""
     given = {"update_s": 0.5, "token_s": 0.02} | cost
-    return Learner(ParallelConfig(dp=ranks), LearnerCost(**given, ranks=ranks))
+    return LearnerSize(ParallelConfig(dp=ranks), LearnerCost(**given, ranks=ranks))
 
 
-def student_of(tp: int, cost: EngineCost = ENGINE, sync: SyncCost = SYNC) -> Student:
+def student_of(tp: int, cost: EngineCost = ENGINE, sync: SyncCost = SYNC) -> StudentSize:
     """A student server."""
-    return Student(tp, 1, cost, sync, in_flight=12)
+    return StudentSize(tp, 1, cost, sync, in_flight=12)
 
 
 def space_of(gpus: int) -> Space:
@@ -110,11 +110,11 @@ def demand_for(config: Config, lengths: LognormalLengths = LENGTHS) -> Demand:
 
 def simulator(
     config: Config, demand: Demand, lengths: LognormalLengths = LENGTHS
-) -> Callable[[Candidate], Measured]:
+) -> Callable[[Candidate], MeasuredWindow]:
     """Simulates candidates, each once."""
-    known: dict[Candidate, Measured] = {}
+    known: dict[Candidate, MeasuredWindow] = {}
 
-    def run(candidate: Candidate) -> Measured:
+    def run(candidate: Candidate) -> MeasuredWindow:
         if candidate not in known:
             tree = chosen_tree(config, candidate, "h100", 80.0)
             updates = WINDOW.updates(candidate.schedule.permits, BATCH)

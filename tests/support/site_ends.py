@@ -20,20 +20,20 @@ from megatron_opd.records.types import (
 from megatron_opd.sites.absence import Patience
 from megatron_opd.sites.messages import (
     PROTOCOL,
-    Hello,
+    FilePiece,
     Offer,
-    Piece,
-    Task,
+    SiteHello,
+    SiteTask,
+    SiteWelcome,
     ToLearner,
     ToSite,
     Want,
-    Welcome,
     decode_to_learner,
     encode,
 )
 from megatron_opd.sites.mirror import Mirror
-from megatron_opd.sites.sampling import Finished, Sampling
-from megatron_opd.sites.site import Link, Site
+from megatron_opd.sites.sampling import Finished, SiteSampling
+from megatron_opd.sites.site import Site, SiteLink
 from megatron_opd.sites.site_weights import SiteWeights
 from megatron_opd.wire.link.events import Broken, Event, Mended, Received, Restarted
 from megatron_opd.wire.link.wire import BULK, URGENT
@@ -43,13 +43,13 @@ from tests.support.site_versions import Written
 
 LEARNER = "learner"
 PATIENT = Patience("tcp://learner:1", 600.0, 600.0)
-HELLO = Hello(PROTOCOL, "here", "p1", 2, True, {"a": "b"}, 1, 2, 9, [1, 7], 0.0, [])
+HELLO = SiteHello(PROTOCOL, "here", "p1", 2, True, {"a": "b"}, 1, 2, 9, [1, 7], 0.0, [])
 
 
-def task_of(uid: int) -> Task:
+def task_of(uid: int) -> SiteTask:
     prompt = make_prompt(uid)
     ids = pack(prompt.token_ids_P)
-    return Task(uid, "", ids, "4", "teacher", None, (), None, "row", uid, 1.0, 1.0)
+    return SiteTask(uid, "", ids, "4", "teacher", None, (), None, "row", uid, 1.0, 1.0)
 
 
 class FakeLink:
@@ -166,11 +166,11 @@ class SiteWorld:
         self,
         directory: Path,
         slots: int = 2,
-        link: Link | None = None,
+        link: SiteLink | None = None,
         patience: Patience = PATIENT,
     ) -> None:
         self.link, self.servers, self.held = FakeLink(), Servers(), Held()
-        used: Link = self.link if link is None else link
+        used: SiteLink = self.link if link is None else link
         self.said: list[str] = []
         self.weights = SiteWeights(
             directory,
@@ -182,7 +182,7 @@ class SiteWorld:
             serving=self._ask,
             say=self.said.append,
         )
-        self.sampling = Sampling(
+        self.sampling = SiteSampling(
             self.servers,
             self.servers,
             slots=slots,
@@ -206,7 +206,7 @@ class SiteWorld:
 
     def welcome(self, run: str = "r1", wanted: Sequence[int] = ()) -> None:
         self.link.starts()
-        self.link.tell(Welcome(run, 10, list(wanted)))
+        self.link.tell(SiteWelcome(run, 10, list(wanted)))
 
     def offers(self, written: Written, *offers: Offer) -> None:
         """Offer versions, newest first, and answer what is asked for."""
@@ -214,7 +214,7 @@ class SiteWorld:
         def answer(message: ToLearner) -> None:
             if isinstance(message, Want):
                 data = written.read(message.name, message.file)[message.start : message.stop]
-                self.link.tell(Piece(message.name, message.file, message.start), data)
+                self.link.tell(FilePiece(message.name, message.file, message.start), data)
 
         self.link.answer = answer
         for offer in offers:

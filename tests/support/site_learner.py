@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, Written, decode, encode
+from megatron_opd.weight_sync.disk_messages import DiskRefused, Open, Write, Written, decode, encode
 from megatron_opd.weight_sync.disk_versions import Stream
 from tests.support import site_versions
 
@@ -21,7 +21,7 @@ class WritingLearner:
         assert isinstance(message, Open | Write)
         self.asked.append(message)
         if self.refuse:
-            return encode(Refused(self.refuse.pop()))
+            return encode(DiskRefused(self.refuse.pop()))
         if isinstance(message, Open):
             self._written = site_versions.Written(self._directory)
             self._written.stream = Stream(self._directory, message.stream)

@@ -12,7 +12,7 @@ import zmq.asyncio
 from zmq.utils import z85
 
 from megatron_opd.config.schema import Config
-from megatron_opd.learner.channel import Channel
+from megatron_opd.learner.channel import ControllerChannel
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.remote_learner import Admission, RemoteLearner
 from megatron_opd.wire.keys import RankKeys, RunKeys
@@ -35,14 +35,14 @@ def config(sections: dict[str, object] | None = None, **learner: object) -> Conf
     )
 
 
-def hello(rank: int = 0, world: int = 1, **changes: Any) -> m.Hello:
+def hello(rank: int = 0, world: int = 1, **changes: Any) -> m.RankHello:
     """What a healthy rank of a data-parallel world says."""
     facts = {"world": world, "dp": world, "vocab": 512, "dtype": "float32", "data_rank": rank}
     facts |= changes
     info = m.LearnerInfo(
         facts["world"], facts["dp"], 10, facts["vocab"], facts["dtype"], "gloo", "cpu"
     )
-    return m.Hello(rank, facts["data_rank"], info, facts.get("digests", {}))
+    return m.RankHello(rank, facts["data_rank"], info, facts.get("digests", {}))
 
 
 def connect(context: Any, address: str, keys: RankKeys | None = KEYS.ranks) -> Any:
@@ -75,11 +75,11 @@ class Rank:
     async def run(self) -> None:
         await self.socket.send(m.encode(hello(self.rank, self.world)))
         welcome = m.decode_request((await self.socket.recv_multipart())[0])
-        assert isinstance(welcome, m.Welcome), welcome
+        assert isinstance(welcome, m.RankWelcome), welcome
         while True:
             header, *frames = await self.socket.recv_multipart()
             request = m.decode_request(header)
-            assert not isinstance(request, m.Welcome | m.Refused)
+            assert not isinstance(request, m.RankWelcome | m.RankRefused)
             self.received.append((request, frames))
             self._more.set()
             reply = self.answer(request)
@@ -158,10 +158,10 @@ def router(keys: RunKeys = KEYS) -> Iterator[tuple[zmq.Socket[bytes], str]]:
 
 def channel(
     address: str, keys: Callable[[], RankKeys | None] = lambda: KEYS.ranks, **rest: Any
-) -> Channel:
+) -> ControllerChannel:
     """A rank's end, which tells a lost controller to nobody."""
     options: dict[str, Any] = {"first_s": 5.0, "max_bytes": 2**20, "on_lost": lambda reason: None}
-    return Channel(address, keys, **(options | rest))
+    return ControllerChannel(address, keys, **(options | rest))
 
 
 def safe(error: Exception) -> None:

@@ -20,7 +20,7 @@ from megatron_opd.checkpoint.stated_heads import STATE
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.errors import UserError
 from megatron_opd.evaluation.measure import EvaluationReport
-from megatron_opd.evaluation.progress import Evaluated, Progress
+from megatron_opd.evaluation.progress import Evaluated, EvaluationProgress
 from megatron_opd.inputs.prompt_order import read_kept
 from megatron_opd.learner.state.facts import read_facts
 from megatron_opd.metrics.persist import dump_totals, restore_totals
@@ -75,11 +75,11 @@ def whole() -> dict[str, Any]:
     }
 
 
-def progress() -> Progress:
+def progress() -> EvaluationProgress:
     """An evaluation that is complete and one that is not."""
     report = EvaluationReport(50.0, 25.0, 2, 1, 3.5, 0.0, 0.5, {}, {1: 50.0}, {1: 25.0}, 2, 3)
     row = Evaluated(2, "heldout", 1, 0.5, 3.0, 1e9, report)
-    return Progress((row,), (3,), 1, 0, {"teacher": {"heldout": report}})
+    return EvaluationProgress((row,), (3,), 1, 0, {"teacher": {"heldout": report}})
 
 
 def step_dir() -> Path:

@@ -12,11 +12,13 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import TEXTS, damaged_bytes, damaged_tree
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.messages import BadMessage
-from megatron_opd.transport.roster import Breach, Expected, Roster
+from megatron_opd.transport.roster import ExpectedRank, RankBreach, Roster
 from sglang_bridge.errors import one_line
 
 WORLD, DATA_RANKS, VOCAB_SIZE = 2, 2, 512
-EXPECTED = Expected(WORLD, DATA_RANKS, "float32", VOCAB_SIZE, {"learner.lr": "aa", "seed": "bb"})
+EXPECTED = ExpectedRank(
+    WORLD, DATA_RANKS, "float32", VOCAB_SIZE, {"learner.lr": "aa", "seed": "bb"}
+)
 PEERS = (b"one", b"two", b"stranger")
 
 
@@ -58,7 +60,7 @@ def call(given: Given) -> list[Step]:
             step.ignored = roster.accept(identity, step.reply)
         except BadMessage as error:
             step.ignored = str(error)
-        except Breach as breach:
+        except RankBreach as breach:
             step.breach = str(breach)
         step.after = believed(roster)
         step.results = [roster.result_of(number) for number in (open_call - 1, open_call)]
@@ -94,9 +96,9 @@ def _step_fault(step: Step, ranks: dict[bytes, int]) -> str | None:
     sent_on = m.encode(reply)
     if m.encode(m.decode_reply([sent_on])) != sent_on:  # as bytes: a NaN is not equal to itself
         return "a message is another one when it is sent on"
-    if isinstance(reply, m.Failed):
+    if isinstance(reply, m.RankError):
         return "a failure ended nothing"
-    if isinstance(reply, m.Done):
+    if isinstance(reply, m.RankDone):
         if ranks.get(step.identity) != 0:
             return "an answer of a peer that is not rank 0"
         believed_now = [None, reply.result] if reply.call == 1 else [None, None]
@@ -125,19 +127,26 @@ def _step_fault(step: Step, ranks: dict[bytes, int]) -> str | None:
     return None
 
 
-def hello(rank: int) -> m.Hello:
+def hello(rank: int) -> m.RankHello:
     """What a healthy rank says."""
     info = m.LearnerInfo(WORLD, DATA_RANKS, 10, VOCAB_SIZE, "float32", "gloo", "cpu")
-    return m.Hello(rank, rank, info, dict(EXPECTED.digests or {}))
+    return m.RankHello(rank, rank, info, dict(EXPECTED.digests or {}))
 
 
 METRICS = m.UpdateMetrics(
     *(0, 1.0, 2.0, 1e-5, 30, 60, 4, None, None, 0, 1.0, 1.0, 1.0, 0.1, 0.2, 1000)
 )
 REPLIES: tuple[m.Reply, ...] = (
-    *(hello(0), hello(1), hello(0), hello(1), m.Failed(1, "out of memory"), m.Done(1, m.Nothing())),
-    *(m.Done(1, METRICS), m.Done(0, m.Nothing()), m.Done(1, m.Digests(["aa", "bb"]))),
-    m.Done(1, m.WeightsMoved(b"\x90")),
+    *(
+        hello(0),
+        hello(1),
+        hello(0),
+        hello(1),
+        m.RankError(1, "out of memory"),
+        m.RankDone(1, m.Nothing()),
+    ),
+    *(m.RankDone(1, METRICS), m.RankDone(0, m.Nothing()), m.RankDone(1, m.Digests(["aa", "bb"]))),
+    m.RankDone(1, m.WeightsMoved(b"\x90")),
 )
 ENCODED = [m.encode(reply) for reply in REPLIES]
 TREES = damaged_tree([msgspec.msgpack.decode(frame) for frame in ENCODED], most=2)

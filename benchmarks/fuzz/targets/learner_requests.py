@@ -177,9 +177,9 @@ def damaged_head(rng: Random, head: bytes) -> bytes:
 
 
 OTHERS: tuple[Any, ...] = (
-    *(m.MoveWeights(1, b"\x80"), m.Stop(3), m.LoadState(4, "/x"), m.Refused("no")),
+    *(m.MoveWeights(1, b"\x80"), m.Stop(3), m.LoadState(4, "/x"), m.RankRefused("no")),
     m.SaveState(1, "/x", 3, True),
-    *(m.ExportHf(1, "/x", None, "{{ x }}"), m.Welcome("/run.lock", "aa", True)),
+    *(m.ExportHf(1, "/x", None, "{{ x }}"), m.RankWelcome("/run.lock", "aa", True)),
     m.DigestPieces(1, [WeightPiece(0, "model.norm.weight", 0, 0, 4, "float32", "aa")]),
 )
 OTHER_BYTES = damaged_bytes([m.encode(other) for other in OTHERS], most=2)

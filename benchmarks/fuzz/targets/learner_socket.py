@@ -23,7 +23,7 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes
 from benchmarks.security.raw import Door
 from benchmarks.security.zmq_attacks import GREETING, record
-from megatron_opd.transport.messages import Failed, encode
+from megatron_opd.transport.messages import RankError, encode
 from megatron_opd.transport.remote_learner import Admission, LearnerError, RemoteLearner
 from megatron_opd.wire.keys import RankKeys, RunKeys
 from tests.support.wire import config, hello
@@ -139,7 +139,7 @@ def oracle(given: Given, believed: str) -> str | None:
 
 
 BYTES = damaged_bytes([GREETING, GREETING + bytes(200), HELLO])
-MESSAGES = damaged_bytes([HELLO, encode(Failed(0, "all is lost"))])
+MESSAGES = damaged_bytes([HELLO, encode(RankError(0, "all is lost"))])
 
 
 def make(rng: Random) -> Given:

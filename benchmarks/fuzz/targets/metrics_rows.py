@@ -15,7 +15,7 @@ from megatron_opd.checkpoint.kept_rows import rows_before
 from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.cli.commands.compare import read_rows, report
 from megatron_opd.errors import UserError
-from megatron_opd.metrics.compare import Comparison, compare_rows, is_of_time
+from megatron_opd.metrics.compare import RunComparison, compare_rows, is_of_time
 
 ROWS: list[dict[str, Any]] = [
     {"update": 0, "loss": 1.5, "grad_norm": 0.0, "excluded_ids": 0, "train_s": 1.0, "mfu": None},
@@ -38,7 +38,7 @@ def run_dir(data: bytes) -> Path:
     return path
 
 
-Result = tuple[list[dict[str, Any]], Comparison, list[str], str]
+Result = tuple[list[dict[str, Any]], RunComparison, list[str], str]
 
 
 def call(data: bytes) -> Result:

@@ -15,7 +15,7 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_tree
 from benchmarks.fuzz.places import written
 from megatron_opd.data.faults import Fault
-from megatron_opd.data.messages import Message
+from megatron_opd.data.messages import ChatMessage
 from megatron_opd.data.records import Columns, Record, scan_records
 
 CALL = {"id": "c", "function": {"name": "f", "arguments": {"a": "x", "b": 2}}}
@@ -125,7 +125,7 @@ def _changed_chat(given: Any, read: Any) -> str | None:
             return None if text == given else "a text is changed"
         return None
     for message, one in zip(given, read, strict=True):
-        assert isinstance(one, Message)
+        assert isinstance(one, ChatMessage)
         content = message.get("content", message.get("value"))
         if isinstance(content, list):
             content = "".join(part["text"] for part in content)

@@ -12,8 +12,8 @@ from benchmarks.fuzz.mutations import damaged_json
 from benchmarks.fuzz.places import written
 from megatron_opd.checkpoint.run_lock import (
     LOCK,
-    Claim,
     Holder,
+    LockClaim,
     NotTheHolder,
     RunDirHeld,
     RunLock,
@@ -38,7 +38,7 @@ def call(content: bytes) -> Read:
     path = written(LOCK, content)
     holder = read_holder(path)
     try:
-        Claim(path, TOKEN).check()
+        LockClaim(path, TOKEN).check()
         may_write = True
     except NotTheHolder as error:
         may_write = False

@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_bytes, damaged_tree, one_of
 from benchmarks.fuzz.places import scratch, written
-from megatron_opd.checkpoint.hf_files import Stored, file_tensors
+from megatron_opd.checkpoint.hf_files import StoredTensor, file_tensors
 
 HEADER: dict[str, Any] = {
     "__metadata__": {"format": "pt"},
@@ -29,12 +29,12 @@ def file_of(header: Any, data: bytes = DATA) -> bytes:
     return len(text).to_bytes(8, "little") + text + data
 
 
-def call(data: bytes) -> dict[str, Stored]:
+def call(data: bytes) -> dict[str, StoredTensor]:
     """Read the header."""
     return file_tensors(written("model.safetensors", data))
 
 
-def oracle(data: bytes, found: dict[str, Stored]) -> str | None:
+def oracle(data: bytes, found: dict[str, StoredTensor]) -> str | None:
     """The safetensors library accepts the file too, and sees the same tensors."""
     try:
         with safe_open(scratch() / "model.safetensors", framework="numpy") as theirs:

@@ -8,7 +8,7 @@ from benchmarks.fuzz.engine import Target
 from benchmarks.fuzz.mutations import damaged_json
 from benchmarks.fuzz.places import scratch
 from benchmarks.fuzz.targets.safetensors import file_of
-from megatron_opd.checkpoint.hf_files import INDEX, Stored, stored_tensors
+from megatron_opd.checkpoint.hf_files import INDEX, StoredTensor, stored_tensors
 
 INDEX_TREE: dict[str, Any] = {
     "metadata": {"total_size": 8},
@@ -16,7 +16,7 @@ INDEX_TREE: dict[str, Any] = {
 }
 
 
-def call(data: bytes) -> dict[str, Stored]:
+def call(data: bytes) -> dict[str, StoredTensor]:
     """Read a checkpoint of two files."""
     path = scratch() / "sharded"
     path.mkdir(exist_ok=True)
@@ -27,7 +27,7 @@ def call(data: bytes) -> dict[str, Stored]:
     return stored_tensors(path)
 
 
-def oracle(data: bytes, found: dict[str, Stored]) -> str | None:
+def oracle(data: bytes, found: dict[str, StoredTensor]) -> str | None:
     """Every tensor is read from a file inside the checkpoint."""
     root = (scratch() / "sharded").resolve()
     outside = [s for s in found.values() if not s.file.resolve().is_relative_to(root)]

@@ -15,16 +15,18 @@ from megatron_opd.transport.messages import BadMessage
 
 SHAPE = ScoreShape(3, -1.0, 0.5, 0)
 TO_LEARNER: tuple[m.ToLearner, ...] = (
-    m.Hello(m.PROTOCOL, "near", "p", 4, True, {"run.seed": "ab"}, 1, 2, 512, [5, 9], 1.5e9, [3, 4]),
+    m.SiteHello(
+        m.PROTOCOL, "near", "p", 4, True, {"run.seed": "ab"}, 1, 2, 512, [5, 9], 1.5e9, [3, 4]
+    ),
     *(m.Serving(3), m.Gone(5, "empty_response", "prompt 5"), m.Leaving()),
-    m.Done(7, "stop", 0.5, 1.5e9, 2.0, "http://127.0.0.1:1", 0, SHAPE, 0.5, 0.0, False),
+    m.SiteDone(7, "stop", 0.5, 1.5e9, 2.0, "http://127.0.0.1:1", 0, SHAPE, 0.5, 0.0, False),
     m.Want("0000-v1", "rank00000.safetensors", 0, 4096),
 )
 TO_SITE: tuple[m.ToSite, ...] = (
-    *(m.Welcome("run", 9, [3]), m.Forget([4]), m.Missing("v"), m.Farewell(None)),
-    m.Task(7, "2+2=", b"u1\0\0\1", "4", "teacher", 8, ("\n",), None, "row", 1, 1.0, 1.0),
+    *(m.SiteWelcome("run", 9, [3]), m.Forget([4]), m.MissingPiece("v"), m.Farewell(None)),
+    m.SiteTask(7, "2+2=", b"u1\0\0\1", "4", "teacher", 8, ("\n",), None, "row", 1, 1.0, 1.0),
     m.Offer(1, "v", "u", [m.FileSize("f", 9, bytes(32))]),
-    *(m.Piece("v", "f", 0), m.Farewell("another tokenizer")),
+    *(m.FilePiece("v", "f", 0), m.Farewell("another tokenizer")),
 )
 ENDS = {"learner": (m.decode_to_learner, TO_LEARNER), "site": (m.decode_to_site, TO_SITE)}
 Given = tuple[str, bytes]

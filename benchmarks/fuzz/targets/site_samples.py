@@ -20,7 +20,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.records.types import Sample
 from megatron_opd.rollout.overlong import Length
 from megatron_opd.sites.checking import Forged, SampleRules, received_sample
-from megatron_opd.sites.messages import Done, decode_to_learner, encode
+from megatron_opd.sites.messages import SiteDone, decode_to_learner, encode
 from megatron_opd.transport.messages import BadMessage
 from megatron_opd.transport.samples import encode_sample
 
@@ -28,7 +28,7 @@ WHOLE = sample(Random(5), 7, routed=True, weighed=True)
 PROMPT = WHOLE.rollout.prompt
 SERVED = frozenset(span.version for span in WHOLE.rollout.spans)
 RULES = SampleRules(Estimator(), VOCAB_SIZE, 4, lambda rollout: Length(), (2, 2, NUM_EXPERTS))
-DONE = encode(Done(7, "stop", 0.5, 1.5e9, 2.0, "", 0, None, 0.5, 0.0, False))
+DONE = encode(SiteDone(7, "stop", 0.5, 1.5e9, 2.0, "", 0, None, 0.5, 0.0, False))
 FRAMES = [bytes(frame) for frame in encode_sample(WHOLE)]
 TREES = [msgspec.msgpack.decode(frame) for frame in FRAMES[:2]]
 CACHES = damaged_tree([TREES[1]], most=2)
@@ -49,7 +49,7 @@ def call(given: Given) -> Sample:
 
     async def taken() -> Sample:
         done = decode_to_learner(given[0])
-        if not isinstance(done, Done):
+        if not isinstance(done, SiteDone):
             raise Forged("no Done")
         return received_sample(
             *(RULES, PROMPT, done, given[1:]),

@@ -25,7 +25,11 @@ WHOLE: dict[str, tuple[Callable[[bytes], Any], Callable[..., bytes], tuple[bytes
         tuple(
             broadcast.encode_request(request)
             for request in (
-                *(broadcast.ListBuckets(), broadcast.Listen(3, 60.0), broadcast.SendBuckets()),
+                *(
+                    broadcast.ListBuckets(),
+                    broadcast.ListenForBroadcast(3, 60.0),
+                    broadcast.SendBuckets(),
+                ),
                 *(broadcast.JoinGroup(3, "g", "gloo", 60.0), broadcast.LeaveGroup()),
             )
         ),
@@ -51,9 +55,9 @@ WHOLE: dict[str, tuple[Callable[[bytes], Any], Callable[..., bytes], tuple[bytes
         tuple(
             shards.encode(message)
             for message in (
-                *(shards.Listen(4, 60.0), shards.Listening("127.0.0.1", 5, "gloo")),
+                *(shards.ListenForShards(4, 60.0), shards.Listening("127.0.0.1", 5, "gloo")),
                 shards.Join("h", 5, 4, "g", "gloo", 60.0, ((URL, 2, 1),), "bfloat16", True),
-                *(shards.Leave(), shards.Outcome(("rank 0: out of memory",))),
+                *(shards.Leave(), shards.SendOutcome(("rank 0: out of memory",))),
                 *(shards.SendShards(True), shards.StartSending(3), shards.FinishSending()),
             )
         ),
@@ -65,7 +69,7 @@ WHOLE: dict[str, tuple[Callable[[bytes], Any], Callable[..., bytes], tuple[bytes
             disk.encode(message)
             for message in (
                 *(disk.Open("/x", "run", "bfloat16"), disk.Write("v3", 3, False, "v2")),
-                *(disk.Written(99), disk.Refused("no space left")),
+                *(disk.Written(99), disk.DiskRefused("no space left")),
             )
         ),
     ),

@@ -17,12 +17,12 @@ from sglang_bridge.server.pieces import Piece
 from sglang_bridge.server.receiver import BadExpectation, Receiver
 from sglang_bridge.server.shadows import Shadows
 from sglang_bridge.weights.exchange import Message
-from sglang_bridge.weights.schedule import Limits, Place, Route
+from sglang_bridge.weights.schedule import Limits, Route, SlicePlace
 from sglang_bridge.weights.share import BadShare, decode_share, encode_routes, encode_share
 
 RANK, SENDERS = 0, 2
 NORM, MATRIX = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
-PLACE, NAMES = Place(0, (0, 1)), ("http://h:1", "http://h:2")
+PLACE, NAMES = SlicePlace(0, (0, 1)), ("http://h:1", "http://h:2")
 LIMITS = Limits(SENDERS, 2, 1 << 20, relays=True)
 
 

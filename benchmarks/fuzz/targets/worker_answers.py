@@ -148,7 +148,7 @@ async def _led(given: Given) -> Seen:
     links._links, links._by_fd = {}, {}
     links.refusals = Refusals(links.refusals._logger, "")
     start, *rest = given
-    kinds = (w.Generate, w.Judge, w.Score, w.Fetch, w.Look)
+    kinds = (w.Generate, w.JudgeCall, w.ScoreCall, w.Fetch, w.Look)
     wire: Any = Wire(dict(zip(kinds, rest, strict=True)), links._heard)
     links._socket = wire
     try:
@@ -293,30 +293,40 @@ SCORED = WHOLE.scores(VOCAB_SIZE)
 assert SCORED is not None
 SPANS = [(span.version, span.start, span.stop) for span in ROLLOUT.spans]
 MEMBER = encode_member(place(WHOLE))
-HELLOS = (w.Hello(0, "tcp://127.0.0.1:7000"), w.Hello(1, "tcp://127.0.0.1:7001"))
+HELLOS = (w.WorkerHello(0, "tcp://127.0.0.1:7000"), w.WorkerHello(1, "tcp://127.0.0.1:7001"))
 HEALTHY: tuple[w.Answer, ...] = (
     w.Generated(
         *(1, ROLLOUT.num_response_tokens, ROLLOUT.num_ids, WHOLE.cache),
         *(ROLLOUT.geometric_logp, SPANS, "stop"),
     ),
-    *(w.Judged(2, 0.5), w.Scored(3, ROLLOUT.num_ids, WHOLE.cache, SCORED), w.Whole(4, MEMBER)),
+    *(
+        w.JudgedCall(2, 0.5),
+        w.ScoredCall(3, ROLLOUT.num_ids, WHOLE.cache, SCORED),
+        w.WholeCall(4, MEMBER),
+    ),
     w.Looked(5, {"r-2": 3}, ["r-3"]),
 )
 OTHERS: tuple[w.Answer, ...] = (
     *HELLOS,
     *HEALTHY,
-    *(w.Judged(2, None), w.Judged(2, 1.5), w.Judged(1, 0.5), w.Judged(99, 1.0), w.Whole(4, b"")),
-    w.Whole(4, encode_member(place(ROLLOUT))),
-    w.Whole(4, encode_member(place(ROLLOUT.prompt))),
-    w.Whole(4, encode_member(place(sample(Random(9), 7, routed=False, weighed=False)))),
-    *(w.Failed(n, "lost", ["gone"], []) for n in (1, 2, 3, 4)),
-    w.Failed(1, "unreachable", [URL, "/generate", "reset"], [True, False, False]),
-    w.Failed(1, "no rollout", ["empty_response", "prompt 3"], []),
-    w.Failed(2, "verifier", ["timed_out", "after 3 s"], []),
-    w.Failed(3, "no score", ["teacher_nan", "2 of 9"], []),
     *(
-        w.Failed(1, "refused", [URL, "/generate", "busy"], [], 503),
-        w.Failed(3, "?", ["\x1b[2J"], []),
+        w.JudgedCall(2, None),
+        w.JudgedCall(2, 1.5),
+        w.JudgedCall(1, 0.5),
+        w.JudgedCall(99, 1.0),
+        w.WholeCall(4, b""),
+    ),
+    w.WholeCall(4, encode_member(place(ROLLOUT))),
+    w.WholeCall(4, encode_member(place(ROLLOUT.prompt))),
+    w.WholeCall(4, encode_member(place(sample(Random(9), 7, routed=False, weighed=False)))),
+    *(w.CallFailed(n, "lost", ["gone"], []) for n in (1, 2, 3, 4)),
+    w.CallFailed(1, "unreachable", [URL, "/generate", "reset"], [True, False, False]),
+    w.CallFailed(1, "no rollout", ["empty_response", "prompt 3"], []),
+    w.CallFailed(2, "verifier", ["timed_out", "after 3 s"], []),
+    w.CallFailed(3, "no score", ["teacher_nan", "2 of 9"], []),
+    *(
+        w.CallFailed(1, "refused", [URL, "/generate", "busy"], [], 503),
+        w.CallFailed(3, "?", ["\x1b[2J"], []),
     ),
 )
 MEMBER_TREE = msgspec.msgpack.decode(MEMBER)
@@ -368,14 +378,14 @@ def damaged(rng: Random, healthy: w.Answer) -> bytes:
     """A frame after damage to its figures, fields or bytes, or those of a member."""
     frame = w.encode(healthy)
     kind = rng.random()
-    if isinstance(healthy, w.Whole):
+    if isinstance(healthy, w.WholeCall):
         if kind < 0.9:
             wheres = (odd_figure(rng, MEMBER_TREE), msgpack_bytes(MEMBERS(rng)), MEMBER_BYTES(rng))
-            return w.encode(w.Whole(healthy.call, rng.choice((wheres[0], *wheres))))
+            return w.encode(w.WholeCall(healthy.call, rng.choice((wheres[0], *wheres))))
     elif rng.random() < 0.6:
         return odd_figure(rng, msgspec.msgpack.decode(frame))
-    if isinstance(healthy, w.Hello) and kind < 0.4:
-        return w.encode(w.Hello(healthy.index, rng.choice((*HOSTS, rng.choice(TEXTS[:4])))))
+    if isinstance(healthy, w.WorkerHello) and kind < 0.4:
+        return w.encode(w.WorkerHello(healthy.index, rng.choice((*HOSTS, rng.choice(TEXTS[:4])))))
     if kind < 0.2:
         return damaged_bytes([frame], most=2)(rng)
     return msgpack_bytes(damaged_tree([msgspec.msgpack.decode(frame)], most=2)(rng))

@@ -180,9 +180,9 @@ def oracle(given: Given, seen: Seen) -> str | None:
         asked.setdefault(order.call, []).append(order)
     made: set[str] = set()
     for answer in seen.answers:
-        if isinstance(answer, w.Hello) or answer.call not in asked:
+        if isinstance(answer, w.WorkerHello) or answer.call not in asked:
             return "an answer that nobody asked for"
-        if isinstance(answer, w.Failed):
+        if isinstance(answer, w.CallFailed):
             if not str(as_error(answer)).isprintable():
                 return "a failure that is no line"
             continue
@@ -230,8 +230,8 @@ def _read(given: Given) -> tuple[list[w.Order], int]:
 
 
 KINDS = {
-    **{w.Generate: w.Generated, w.Judge: w.Judged, w.Score: w.Scored},
-    **{w.Look: w.Looked, w.Fetch: w.Whole},
+    **{w.Generate: w.Generated, w.JudgeCall: w.JudgedCall, w.ScoreCall: w.ScoredCall},
+    **{w.Look: w.Looked, w.Fetch: w.WholeCall},
 }
 
 
@@ -257,14 +257,14 @@ def with_prompt(order: w.Generate, prompt: bytes) -> w.Generate:
 
 
 FLOW = (
-    *(generate(1, "r-1"), w.Judge(2, "r-1", None, "4"), w.Fetch(3, "r-1")),
-    w.Score(4, SERVER, "r-1", TeacherAsk("s-1", 1.0, 0, 0, 7, VOCAB_SIZE), VOCAB_SIZE),
+    *(generate(1, "r-1"), w.JudgeCall(2, "r-1", None, "4"), w.Fetch(3, "r-1")),
+    w.ScoreCall(4, SERVER, "r-1", TeacherAsk("s-1", 1.0, 0, 0, 7, VOCAB_SIZE), VOCAB_SIZE),
     *(w.Fetch(5, "r-1"), w.Release(["r-1"]), generate(6, "r-2"), w.Cancel(6)),
 )
 OTHERS = (
     *(generate(1, "r-3"), generate(9, "r-1"), w.Cancel(1), w.Cancel(77), w.Fetch(8, "r-9")),
     w.Look(10, SERVER),
-    *(w.Release(["r-9", "r-1"]), w.Judge(1, "r-2", "no task", ""), w.Close()),
+    *(w.Release(["r-9", "r-1"]), w.JudgeCall(1, "r-2", "no task", ""), w.Close()),
 )
 ENCODED = [w.encode(order) for order in (*FLOW, *OTHERS)]
 TREES = damaged_tree([msgspec.msgpack.decode(frame) for frame in ENCODED], most=2)

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.errors import UserError
-from megatron_opd.metrics.compare import Comparison, Difference, compare_rows
+from megatron_opd.metrics.compare import ColumnDifference, RunComparison, compare_rows
 
 EXIT_EQUAL, EXIT_DIFFERENT = 0, 1
 SHOWN = 12  # differing columns
@@ -47,7 +47,7 @@ def compare(arguments: argparse.Namespace) -> int:
     return EXIT_DIFFERENT if found.beyond(tolerance) else EXIT_EQUAL
 
 
-def report(found: Comparison, tolerance: float) -> list[str]:
+def report(found: RunComparison, tolerance: float) -> list[str]:
     """Return the printed lines of a comparison."""
     beyond = found.beyond(tolerance)
     what = f"{found.updates} updates, {len(found.columns)} columns"
@@ -67,7 +67,7 @@ def report(found: Comparison, tolerance: float) -> list[str]:
     return lines
 
 
-def _how_far(found: Difference) -> str:
+def _how_far(found: ColumnDifference) -> str:
     if math.isinf(found.relative):
         return "in some of them only one run holds a number"
     return f"relative difference up to {found.relative:.1e}"

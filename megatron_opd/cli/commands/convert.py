@@ -23,7 +23,7 @@ from megatron_opd.models.file_kinds import around_megatron
 from megatron_opd.run.checkpoints import RUN
 
 if TYPE_CHECKING:
-    from megatron_opd.checkpoint.conversion import Report
+    from megatron_opd.checkpoint.conversion import ConversionReport
     from megatron_opd.checkpoint.crew import Crew
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -104,7 +104,7 @@ def hf_to_megatron(arguments: argparse.Namespace) -> int:
     parallel = ParallelConfig(tp=tp, pp=pp, vpp=vpp, ep=ep, dp=ep)
     source, target = arguments.source, arguments.target
 
-    def work(crew: Crew) -> Report:
+    def work(crew: Crew) -> ConversionReport:
         dtype = _dtype(arguments)
         return to_megatron.hf_to_megatron(source, target, parallel=parallel, dtype=dtype, crew=crew)
 
@@ -131,7 +131,7 @@ def megatron_to_hf(arguments: argparse.Namespace) -> int:
         )
     limit = int(arguments.max_shard_gib * GIB)
 
-    def work(crew: Crew) -> Report:
+    def work(crew: Crew) -> ConversionReport:
         return to_hf.megatron_to_hf(
             source,
             target,
@@ -182,7 +182,11 @@ def _dtype(arguments: argparse.Namespace) -> Any:
 
 
 def _convert(
-    arguments: argparse.Namespace, work: Callable[[Crew], Report], *, megatron: Path, hf: Path
+    arguments: argparse.Namespace,
+    work: Callable[[Crew], ConversionReport],
+    *,
+    megatron: Path,
+    hf: Path,
 ) -> int:
     """Run `work` on this rank; rank 0 prints the report and any error. Raises UserError."""
     from megatron_opd.checkpoint.crew import Crew

@@ -12,7 +12,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.errors import checked
 from megatron_opd.launch.launcher import CannotPlace, Need
 from megatron_opd.launch.machines import needs_of
-from megatron_opd.launch.nodes import Node, Spot, lay_out
+from megatron_opd.launch.nodes import Node, NodeSpot, lay_out
 from megatron_opd.launch.placement import gpu_text
 from megatron_opd.output import byte_text, new_table
 
@@ -41,7 +41,7 @@ def node_table(config: Config, roles: Sequence[Role], memory: Memory) -> Table:
     return table
 
 
-def on_fewest(needs: Sequence[Need], gpus: int) -> tuple[list[str], tuple[Spot, ...]]:
+def on_fewest(needs: Sequence[Need], gpus: int) -> tuple[list[str], tuple[NodeSpot, ...]]:
     """Lay processes out on as few nodes of so many GPUs as hold them; return their names too."""
     for nodes in count(-(-sum(need.gpus for need in needs) // gpus)):
         names = list(map(str, range(nodes)))

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 from megatron_opd.data.tasks.base import Task
-from megatron_opd.data.verifiers.sandbox.run import Limits, Outcome, run_program
+from megatron_opd.data.verifiers.sandbox.run import SandboxLimits, SandboxOutcome, run_program
 
 _FENCE = re.compile(r"^[ \t]*```[^\n`]*$", re.MULTILINE)
 # The response may print, exit and close what it wants: what counts is the last line that follows
@@ -63,7 +63,7 @@ def verify(
     for an answer without tests, SandboxError where the kernel denies isolation.
     """
     deadline_s = time.monotonic() + timeout_s
-    tests, bounds = parse_tests(answer), Limits(**limits)
+    tests, bounds = parse_tests(answer), SandboxLimits(**limits)
     code = last_block(response)
     if isinstance(tests, list):
         passed, total = _passed_asserts(code, tests, bounds, timeout_s), len(tests)
@@ -120,7 +120,9 @@ def _are_texts(value: Any) -> bool:
     return is_list and all(isinstance(each, str) for each in value)
 
 
-def _passed_asserts(code: str, tests: Sequence[str], limits: Limits, timeout_s: float) -> int:
+def _passed_asserts(
+    code: str, tests: Sequence[str], limits: SandboxLimits, timeout_s: float
+) -> int:
     word = secrets.token_hex(16)
     given = json.dumps({"source": code, "tests": tests, "word": word})
     outcome = run_program(_ASSERTS.format(given=given), "", limits, timeout_s)
@@ -131,7 +133,7 @@ def _passed_asserts(code: str, tests: Sequence[str], limits: Limits, timeout_s: 
     return min(int(passed), len(tests))
 
 
-def _prints(outcome: Outcome, expected: str) -> bool:
+def _prints(outcome: SandboxOutcome, expected: str) -> bool:
     """Tell whether a program ended well and printed what was expected, but for trailing blanks."""
     if outcome.ended != "exited" or outcome.code != 0:
         return False

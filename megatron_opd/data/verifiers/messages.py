@@ -47,13 +47,13 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     """Says that every verifier is imported."""
 
 
-class Judged(msgspec.Struct, frozen=True, tag=True):
+class Judgement(msgspec.Struct, frozen=True, tag=True):
     """Gives a reward in [0, 1]."""
 
     reward: float
 
 
-class Failed(msgspec.Struct, frozen=True, tag=True):
+class FailedReply(msgspec.Struct, frozen=True, tag=True):
     """Says why there is no reward: VerifierFailed as it was raised in the worker."""
 
     reason: str
@@ -61,7 +61,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = Setup | Ask
-Reply = Ready | Judged | Failed
+Reply = Ready | Judgement | FailedReply
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

@@ -31,7 +31,7 @@ class PoolLimits:
     memory_bytes: int
 
 
-class WorkerPool:
+class VerifierPool:
     """Keeps worker processes while entered as an async context manager.
 
     calls: the verifiers by task. Entering raises VerifierFailed where they cannot be imported.
@@ -50,7 +50,7 @@ class WorkerPool:
         """Returns the process ids of the workers."""
         return tuple(sorted(worker.pid for worker in self._workers))
 
-    async def __aenter__(self) -> WorkerPool:
+    async def __aenter__(self) -> VerifierPool:
         """Start every worker and wait until its verifiers are imported."""
         try:
             for _ in range(self._limits.workers):

@@ -18,8 +18,8 @@ import psutil
 from megatron_opd.config.wording import line
 from megatron_opd.data.verifiers.messages import (
     Ask,
-    Failed,
-    Judged,
+    FailedReply,
+    Judgement,
     Ready,
     Reply,
     Setup,
@@ -76,7 +76,7 @@ class WorkerProcess:
             raise VerifierFailed(DIED, f"a worker did not start: {why}") from None
         if not isinstance(reply, Ready):
             writer.close()
-            why = reply.detail if isinstance(reply, Failed) else "it answered a question"
+            why = reply.detail if isinstance(reply, FailedReply) else "it answered a question"
             raise VerifierFailed(DIED, f"a worker did not start: {why}")
         return reader, writer
 
@@ -103,9 +103,9 @@ class WorkerProcess:
             raise VerifierFailed(DIED, f"the verifier of {ask.task}: {line(error)}") from None
         finally:
             answered.cancel()
-        if isinstance(reply, Failed):
+        if isinstance(reply, FailedReply):
             raise VerifierFailed(reply.reason, reply.detail)
-        if not isinstance(reply, Judged):
+        if not isinstance(reply, Judgement):
             raise VerifierFailed(DIED, f"a worker sent {reply!r} for a judgement")
         return reply.reward
 

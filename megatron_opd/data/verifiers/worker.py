@@ -20,8 +20,8 @@ from megatron_opd.config.import_path import load_object
 from megatron_opd.config.wording import line
 from megatron_opd.data.verifiers.messages import (
     Ask,
-    Failed,
-    Judged,
+    FailedReply,
+    Judgement,
     Ready,
     Reply,
     Setup,
@@ -57,13 +57,15 @@ def loaded(setup: Setup) -> Verifiers:
 def judged(verifiers: Verifiers, ask: Ask) -> Reply:
     """Ask one verifier; whatever it raises becomes a reason."""
     try:
-        return Judged(checked_reward(verifiers[ask.task](ask.response, ask.answer)))
+        return Judgement(checked_reward(verifiers[ask.task](ask.response, ask.answer)))
     except VerifierFailed as failed:
-        return Failed(failed.reason, line(failed.detail))
+        return FailedReply(failed.reason, line(failed.detail))
     except MemoryError:
-        return Failed(OUT_OF_MEMORY, f"the verifier of {ask.task} exceeded verifier.memory_bytes")
+        return FailedReply(
+            OUT_OF_MEMORY, f"the verifier of {ask.task} exceeded verifier.memory_bytes"
+        )
     except BaseException as error:  # noqa: BLE001  a verifier may raise SystemExit too
-        return Failed(FAILED, described(error))
+        return FailedReply(FAILED, described(error))
 
 
 def described(error: BaseException) -> str:
@@ -83,7 +85,7 @@ def main(descriptor: int, parent: int) -> None:
     try:
         verifiers = loaded(setup)
     except ValueError as error:
-        connection.sendall(framed(Failed(FAILED, line(error))))
+        connection.sendall(framed(FailedReply(FAILED, line(error))))
         return
     connection.sendall(framed(Ready()))
     while True:
@@ -94,7 +96,7 @@ def main(descriptor: int, parent: int) -> None:
         assert isinstance(ask, Ask), "a worker is set up once"
         reply = judged(verifiers, ask)
         connection.sendall(framed(reply))
-        if isinstance(reply, Failed) and reply.reason == OUT_OF_MEMORY:
+        if isinstance(reply, FailedReply) and reply.reason == OUT_OF_MEMORY:
             return  # what else failed to allocate meanwhile is not known
 
 

@@ -33,7 +33,7 @@ from megatron_opd.learner.state.boxes import boxes
 
 
 @dataclass(frozen=True)
-class Share:
+class OptimizerShare:
     """Holds this rank's elements start..stop of a flattened parameter, in one optimizer.
 
     values: by kind (param, exp_avg, exp_avg_sq), flat tensors [stop - start]; the optimizer's own
@@ -55,23 +55,23 @@ def parts_of(optimizer: MegatronOptimizer) -> Sequence[DistributedOptimizer]:
     return [part for part in chained if not getattr(part, "is_stub_optimizer", False)]
 
 
-def shares_of(optimizer: MegatronOptimizer, *, loading: bool) -> list[Share]:
+def shares_of(optimizer: MegatronOptimizer, *, loading: bool) -> list[OptimizerShare]:
     """Return what this rank keeps of the optimizer, in a fixed order.
 
     loading: makes the moments if no step was taken yet; the caller overwrites all of it.
     """
-    found: list[Share] = []
+    found: list[OptimizerShare] = []
     for part in parts_of(optimizer):
         if loading and not part.optimizer.state:
             part._init_optimizer_states_with_dummy_values()  # pyright: ignore[reportPrivateUsage]
         for parameter, span in _ranges(part):
             values: dict[str, torch.Tensor] = part._get_main_param_and_optimizer_states(parameter)  # pyright: ignore[reportPrivateUsage]
             values = {kind: v.detach() for kind, v in values.items() if kind != "step"}
-            found.append(Share(part, parameter, span.start, span.end, values))
+            found.append(OptimizerShare(part, parameter, span.start, span.end, values))
     return found
 
 
-def sharded(shares: Sequence[Share], model: dict[str, Any]) -> dict[str, Any]:
+def sharded(shares: Sequence[OptimizerShare], model: dict[str, Any]) -> dict[str, Any]:
     """Return sharded tensors whose data are views of the shares' values.
 
     model: sharded tensors of the model, which say where a parameter lies in its whole tensor.
@@ -84,7 +84,7 @@ def sharded(shares: Sequence[Share], model: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def take_over(shares: Sequence[Share], step: int) -> None:
+def take_over(shares: Sequence[OptimizerShare], step: int) -> None:
     """Let the optimizers continue from the shares' loaded values, after `step` steps."""
     for share in shares:
         # Otherwise the values are its own memory.
@@ -119,7 +119,7 @@ def _ranges(part: DistributedOptimizer) -> Iterator[tuple[torch.nn.Parameter, An
                     yield parameter, ranges["param"]
 
 
-def _pieces(share: Share, base: Any) -> Iterator[ShardedTensor]:
+def _pieces(share: OptimizerShare, base: Any) -> Iterator[ShardedTensor]:
     instance = share.part.distributed_optimizer_instance_id
     for whole, first in _stored_tensors(base):
         replica: Any = whole.replica_id

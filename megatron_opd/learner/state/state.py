@@ -30,13 +30,13 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_opd.checkpoint import state_files
 from megatron_opd.checkpoint.part_dir import write_synced
-from megatron_opd.checkpoint.run_lock import Claim
+from megatron_opd.checkpoint.run_lock import LockClaim
 from megatron_opd.checkpoint.stated_heads import STATE, Heads
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.state.facts import FORMAT, LearnerFacts, read_facts
 from megatron_opd.learner.state.model import CONTENT, module_of, sharded_model, without_pickles
 from megatron_opd.learner.state.optimizer import (
-    Share,
+    OptimizerShare,
     sharded,
     shares_of,
     step_count,
@@ -66,7 +66,7 @@ class LearnerState:
         self._heads, self._timeout_s = heads, timeout_s
         self._device_mode = cpu.install()
         self._writer: ShardWriter | None = None
-        self.claim: Claim | None = None
+        self.claim: LockClaim | None = None
         """Checked before a save writes anything, and before its files count as written."""
 
     def save(self, path: Path, updates: int, *, in_background: bool) -> None:
@@ -129,7 +129,7 @@ class LearnerState:
         dist.barrier()
         return facts
 
-    def _load_tensors(self, path: Path, shares: Sequence[Share]) -> None:
+    def _load_tensors(self, path: Path, shares: Sequence[OptimizerShare]) -> None:
         """Load weights and the optimizer's values. ValueError: `path` is of another model."""
         model, pickled = without_pickles(sharded_model(self._chunks))
         wanted = {"model": model, "optimizer": sharded(shares, model)}

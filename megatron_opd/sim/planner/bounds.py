@@ -15,9 +15,15 @@ import numpy as np
 
 from megatron_opd.sim.costs import EngineCost, LearnerCost, ScoreCost, SyncCost
 from megatron_opd.sim.learner import update_seconds
-from megatron_opd.sim.planner.candidates import Candidate, Learner, Schedule, Student, Teacher
+from megatron_opd.sim.planner.candidates import (
+    Candidate,
+    LearnerSize,
+    ScheduleChoice,
+    StudentSize,
+    Teacher,
+)
 from megatron_opd.sim.planner.demand import Demand, DoubleArray
-from megatron_opd.sim.planner.sampling import Sampling
+from megatron_opd.sim.planner.sampling import SamplingBounds
 
 
 class Bounds:
@@ -29,20 +35,24 @@ class Bounds:
 
     def __init__(self, demand: Demand, *, spare: int, overlaps: bool) -> None:
         self._demand, self._spare, self._overlaps = demand, spare, overlaps
-        self._samplings: dict[EngineCost, Sampling] = {}
+        self._samplings: dict[EngineCost, SamplingBounds] = {}
         self._updates: dict[LearnerCost, list[float]] = {}
         self._scores: dict[ScoreCost, tuple[DoubleArray, DoubleArray]] = {}
         self._slowest: dict[tuple[EngineCost, ScoreCost | None, int, int], float] = {}
 
     # ------------------------------------------------------------ one stage alone
 
-    def quick_learner(self, learner: Learner, student: Student, schedule: Schedule) -> float:
+    def quick_learner(
+        self, learner: LearnerSize, student: StudentSize, schedule: ScheduleChoice
+    ) -> float:
         """Return the least seconds of the learner alone."""
         window, cost = self._demand.window, learner.cost
         held_s = self._held_s(student.sync) * self._num_syncs(window.first, window.last, schedule)
         return float(self._least_N(cost)[window.first : window.last].sum()) + held_s
 
-    def quick_student(self, student: Student, servers: int, slots: int, where: Schedule) -> float:
+    def quick_student(
+        self, student: StudentSize, servers: int, slots: int, where: ScheduleChoice
+    ) -> float:
         """Return the least seconds of the student's servers alone."""
         window = self._demand.window
         pauses = self._num_syncs(window.first, window.last, where) - self._overlaps
@@ -55,7 +65,9 @@ class Bounds:
         sampled_s = sampling.seconds(first, stop, servers, slots, where.permits, 0.0)
         return sampled_s + max(0, pauses) * student.sync.paused_s
 
-    def quick_teacher(self, teacher: Teacher, servers: int, scoring: int, where: Schedule) -> float:
+    def quick_teacher(
+        self, teacher: Teacher, servers: int, scoring: int, where: ScheduleChoice
+    ) -> float:
         """Return the least seconds of the teacher's servers alone."""
         window = self._demand.window
         first = self._first_sample(self._next_sync(window.first, where), where)
@@ -176,7 +188,9 @@ class Bounds:
         scored_s = waits_s / servers
         return max(sampled_s, scored_s, slowest_s)
 
-    def _slowest_s(self, student: Student, teacher: Teacher | None, first: int, stop: int) -> float:
+    def _slowest_s(
+        self, student: StudentSize, teacher: Teacher | None, first: int, stop: int
+    ) -> float:
         """Return the time of the sample that takes longest, as if it were alone."""
         key = student.cost, None if teacher is None else teacher.cost, first, stop
         if key not in self._slowest:
@@ -192,9 +206,9 @@ class Bounds:
     def _tokens_N(self) -> DoubleArray:
         return (self._demand.prompt_N + self._demand.response_N).astype(np.float64)
 
-    def _sampling(self, cost: EngineCost) -> Sampling:
+    def _sampling(self, cost: EngineCost) -> SamplingBounds:
         if cost not in self._samplings:
-            self._samplings[cost] = Sampling(cost, self._demand, self._spare)
+            self._samplings[cost] = SamplingBounds(cost, self._demand, self._spare)
         return self._samplings[cost]
 
     def _scored(self, cost: ScoreCost) -> tuple[DoubleArray, DoubleArray]:
@@ -232,7 +246,7 @@ class Bounds:
         held_s = sync.sync_s if sync.held_s is None else sync.held_s
         return min(held_s, sync.sync_s - sync.paused_s)
 
-    def _first_sample(self, sync: int, schedule: Schedule) -> int:
+    def _first_sample(self, sync: int, schedule: ScheduleChoice) -> int:
         """Return the first sample that is admitted only once the sync after update `sync` is done.
 
         Until then no more than the batches before the one before it have released their permits.
@@ -240,12 +254,12 @@ class Bounds:
         before = sync - schedule.config.sync_every
         return before * self._demand.batch_size + schedule.permits
 
-    def _next_sync(self, update: int, schedule: Schedule) -> int:
+    def _next_sync(self, update: int, schedule: ScheduleChoice) -> int:
         """Return the first update from `update` on that a weight sync follows."""
         every = schedule.config.sync_every
         return -(-update // every) * every
 
-    def _num_syncs(self, first: int, last: int, schedule: Schedule) -> int:
+    def _num_syncs(self, first: int, last: int, schedule: ScheduleChoice) -> int:
         """Return how many weight syncs lie between the ends of two updates."""
         every = schedule.config.sync_every
         return (last - 1) // every - (first - 1) // every

@@ -12,7 +12,7 @@ from megatron_opd.sim.costs import EngineCost, LearnerCost, ScoreCost, SyncCost
 
 
 @dataclass(frozen=True, slots=True)
-class Learner:
+class LearnerSize:
     """Holds one layout of the learner, what an update costs in it, and a rank's bytes."""
 
     parallel: ParallelConfig
@@ -26,7 +26,7 @@ class Learner:
 
 
 @dataclass(frozen=True, slots=True)
-class Student:
+class StudentSize:
     """Holds one size of a student server and what it costs.
 
     sync: a weight sync that takes no longer than that of any split with such servers. in_flight:
@@ -50,7 +50,7 @@ class Teacher:
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class ScheduleChoice:
     """Holds a schedule, its bound on staleness in updates, and its permits."""
 
     config: ScheduleConfig
@@ -65,12 +65,12 @@ class Candidate:
     scoring: requests at the teacher's servers at once.
     """
 
-    learner: Learner
-    student: Student
+    learner: LearnerSize
+    student: StudentSize
     servers: int
     teacher: Teacher | None
     teachers: int
-    schedule: Schedule
+    schedule: ScheduleChoice
     concurrency: int
     scoring: int
 
@@ -91,10 +91,10 @@ class Space:
     """
 
     gpus: int
-    learners: tuple[Learner, ...]
-    students: tuple[Student, ...]
+    learners: tuple[LearnerSize, ...]
+    students: tuple[StudentSize, ...]
     teachers: tuple[Teacher, ...]
-    schedules: tuple[Schedule, ...]
+    schedules: tuple[ScheduleChoice, ...]
     shares: tuple[float, ...] = (1.0, 0.5)
     concurrency: int | None = None
     servers: int | None = None
@@ -131,7 +131,9 @@ class Space:
                 continue  # one more student server fits beside as many teachers
             yield count, scorers
 
-    def in_flight(self, share: float, student: Student, servers: int, schedule: Schedule) -> int:
+    def in_flight(
+        self, share: float, student: StudentSize, servers: int, schedule: ScheduleChoice
+    ) -> int:
         """Return rollout.concurrency: a share of what permits and KV cache let be in flight."""
         if self.concurrency is not None:
             return self.concurrency
@@ -144,11 +146,11 @@ class Space:
 
     def candidate(
         self,
-        learner: Learner,
-        student: Student,
+        learner: LearnerSize,
+        student: StudentSize,
         teacher: Teacher | None,
         split: tuple[int, int],
-        schedule: Schedule,
+        schedule: ScheduleChoice,
         share: float,
     ) -> Candidate:
         """Make one candidate."""

@@ -21,10 +21,10 @@ from megatron_opd.sim.hardware import (
 from megatron_opd.sim.learner import update_seconds
 from megatron_opd.sim.planner.candidates import (
     Candidate,
-    Learner,
-    Schedule,
+    LearnerSize,
+    ScheduleChoice,
     Space,
-    Student,
+    StudentSize,
     Teacher,
 )
 from megatron_opd.sim.planner.demand import Demand
@@ -38,7 +38,7 @@ class NoSplit(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class PlanTask:
     """Describes what a search is asked for.
 
     teacher: name and model; None where the run has none. node: GPUs of a node. longest: tokens of
@@ -65,7 +65,7 @@ class Task:
 class Costing:
     """Predicts what candidates cost."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: PlanTask) -> None:
         self._task = task
         self._syncs: dict[tuple[ParallelConfig, int, int], SyncCost] = {}
 
@@ -96,7 +96,7 @@ class Costing:
         return self._syncs[key]
 
 
-def space_of(task: Task, demand: Demand, losers: Losers) -> Space:
+def space_of(task: PlanTask, demand: Demand, losers: Losers) -> Space:
     """List all sizes that fit. NoSplit: a part fits nowhere, or there is no room for all parts."""
     config, pins = task.config, task.pins
     found, beyond = schedules(config, pins, task.staleness, losers)
@@ -147,18 +147,18 @@ def space_of(task: Task, demand: Demand, losers: Losers) -> Space:
     return space
 
 
-def _tps(sizes: tuple[Student, ...] | tuple[Teacher, ...]) -> str:
+def _tps(sizes: tuple[StudentSize, ...] | tuple[Teacher, ...]) -> str:
     return f"tp {', '.join(str(size.tp) for size in sizes)}" if sizes else "none"
 
 
-def _kept_scorers(task: Task) -> int | None:
+def _kept_scorers(task: PlanTask) -> int | None:
     teacher = task.config.teacher
     if teacher is None or "teacher.servers" not in task.pins:
         return None
     return teacher.servers
 
 
-def _sizes(task: Task, key: str, spec: ModelSpec, losers: Losers) -> list[ServerConfig]:
+def _sizes(task: PlanTask, key: str, spec: ModelSpec, losers: Losers) -> list[ServerConfig]:
     section = task.config.student if key == "student" else task.config.teacher
     assert section is not None, "a run with a teacher has its section"
     node = min(task.node, task.gpus)
@@ -175,10 +175,10 @@ def _sizes(task: Task, key: str, spec: ModelSpec, losers: Losers) -> list[Server
     )
 
 
-def _student(task: Task, section: ServerConfig, demand: Demand) -> Student:
+def _student(task: PlanTask, section: ServerConfig, demand: Demand) -> StudentSize:
     memory = server_memory(task.student, section)
     config = task.config.model_copy(update={"student": section})
-    return Student(
+    return StudentSize(
         tp=section.tp,
         ep=section.ep,
         cost=engine_cost(task.student, section, task.hardware),
@@ -187,15 +187,15 @@ def _student(task: Task, section: ServerConfig, demand: Demand) -> Student:
     )
 
 
-def _learners(task: Task, demand: Demand, most: int, losers: Losers) -> tuple[Learner, ...]:
+def _learners(task: PlanTask, demand: Demand, most: int, losers: Losers) -> tuple[LearnerSize, ...]:
     config, spec = task.config, task.student
 
-    def cost(section: LearnerConfig) -> Learner:
+    def cost(section: LearnerConfig) -> LearnerSize:
         made = config.model_copy(update={"learner": section})
         worst = worst_stage(learner_memory(spec, section, task.longest)).total
-        return Learner(section.parallel, learner_cost(spec, made, task.hardware), worst)
+        return LearnerSize(section.parallel, learner_cost(spec, made, task.hardware), worst)
 
-    def update_s(learner: Learner) -> float:
+    def update_s(learner: LearnerSize) -> float:
         last = demand.window.last
         return update_seconds(demand.batch(last), learner.cost, demand.mini_batches)
 
@@ -203,7 +203,7 @@ def _learners(task: Task, demand: Demand, most: int, losers: Losers) -> tuple[Le
     return learners(config, spec, found, cost, update_s, task.longest, task.memory_gib, losers)
 
 
-def _no_learner(task: Task, fewest: int, losers: Losers) -> str:
+def _no_learner(task: PlanTask, fewest: int, losers: Losers) -> str:
     reason = losers.reasons.get("learner layout does not fit")
     room = task.gpus - fewest
     start = f"--gpus {task.gpus} leaves {room} for the learner beside {fewest} of servers: "
@@ -219,6 +219,6 @@ def _no_learner(task: Task, fewest: int, losers: Losers) -> str:
     return f"{start}no layout fits, {reason}; take more GPUs{remedy}"
 
 
-def largest_bound(schedules: tuple[Schedule, ...]) -> int:
+def largest_bound(schedules: tuple[ScheduleChoice, ...]) -> int:
     """Return the largest bound on staleness of any schedule."""
     return max(schedule.bound for schedule in schedules)

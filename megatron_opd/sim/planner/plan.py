@@ -24,10 +24,10 @@ from megatron_opd.sim.outcome import Outcome
 from megatron_opd.sim.planner.bounds import Bounds
 from megatron_opd.sim.planner.candidates import Candidate, Space
 from megatron_opd.sim.planner.configs import SEARCHED, chosen_tree
-from megatron_opd.sim.planner.costing import Costing, Task, largest_bound, space_of
+from megatron_opd.sim.planner.costing import Costing, PlanTask, largest_bound, space_of
 from megatron_opd.sim.planner.demand import Demand, Window, demand_of
-from megatron_opd.sim.planner.result import Measured, Plan
-from megatron_opd.sim.planner.search import Found, search
+from megatron_opd.sim.planner.result import MeasuredWindow, Plan
+from megatron_opd.sim.planner.search import SearchResult, search
 from megatron_opd.sim.planner.space import Losers, Pins
 from megatron_opd.sim.world import simulate
 
@@ -56,7 +56,7 @@ def pins_of(keep: Sequence[str]) -> Pins:
     return Pins(frozenset(keys))
 
 
-def task_of(config: Config, gpus: int, gpu: Gpu, staleness: int | None, pins: Pins) -> Task:
+def task_of(config: Config, gpus: int, gpu: Gpu, staleness: int | None, pins: Pins) -> PlanTask:
     """Check the input and read the models. Raises UserError."""
     roles = teacher_roles(config)
     node = config.cluster.ranks_per_node
@@ -69,7 +69,7 @@ def task_of(config: Config, gpus: int, gpu: Gpu, staleness: int | None, pins: Pi
     check_support(config, models[STUDENT])
     check_context(config, models)
     teacher = next(((name, models[role].spec) for name, role in roles.items()), None)
-    return Task(
+    return PlanTask(
         config=config,
         student=models[STUDENT].spec,
         teacher=teacher,
@@ -129,11 +129,11 @@ def _check_plannable(config: Config, gpus: int, node: int) -> None:
 
 
 def make_plan(
-    task: Task,
+    task: PlanTask,
     gpu: Gpu,
     window: Window,
     trials: int | None = None,
-    progress: Callable[[Found], None] | None = None,
+    progress: Callable[[SearchResult], None] | None = None,
 ) -> Plan:
     """Find the front. trials: see search.search. Raises UserError."""
     began_s = time.monotonic()
@@ -146,19 +146,19 @@ def make_plan(
     return Plan(task, gpu, demand, space, losers, found, time.monotonic() - began_s)
 
 
-def bounds_of(task: Task, demand: Demand, space: Space) -> Bounds:
+def bounds_of(task: PlanTask, demand: Demand, space: Space) -> Bounds:
     """Return the bounds that hold for every candidate of a space."""
     overlaps = task.config.weight_sync.overlap
     return Bounds(demand, spare=largest_bound(space.schedules), overlaps=overlaps)
 
 
 def simulator(
-    task: Task, demand: Demand, gpu: Gpu, lengths: Lengths
-) -> Callable[[Candidate], Measured]:
+    task: PlanTask, demand: Demand, gpu: Gpu, lengths: Lengths
+) -> Callable[[Candidate], MeasuredWindow]:
     """Return what simulates a candidate."""
     costing = Costing(task)
 
-    def run(candidate: Candidate) -> Measured:
+    def run(candidate: Candidate) -> MeasuredWindow:
         config = config_of(task, candidate, gpu)
         costs = checked(lambda: costing.costs(candidate))
         updates = demand.window.updates(candidate.schedule.permits, demand.batch_size)
@@ -170,15 +170,15 @@ def simulator(
     return run
 
 
-def measured(outcome: Outcome, demand: Demand) -> Measured:
+def measured(outcome: Outcome, demand: Demand) -> MeasuredWindow:
     """Return the seconds of the window. They are of the tokens that the bounds are of."""
     done = outcome.totals.throughput.updates
     window = demand.window
     tokens = sum(count for count, _ in done[window.first : window.last])
     assert tokens == demand.tokens, "the simulation trained other samples than the bounds are of"
-    return Measured(done[window.last - 1][1] - done[window.first - 1][1], outcome.busy)
+    return MeasuredWindow(done[window.last - 1][1] - done[window.first - 1][1], outcome.busy)
 
 
-def config_of(task: Task, candidate: Candidate, gpu: Gpu) -> Config:
+def config_of(task: PlanTask, candidate: Candidate, gpu: Gpu) -> Config:
     """Return a candidate's configuration."""
     return validate(Config, chosen_tree(task.config, candidate, gpu, task.memory_gib), "opd plan")

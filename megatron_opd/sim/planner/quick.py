@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from megatron_opd.sim.planner.bounds import Bounds
 from megatron_opd.sim.planner.candidates import (
     Candidate,
-    Learner,
-    Schedule,
+    LearnerSize,
+    ScheduleChoice,
     Space,
-    Student,
+    StudentSize,
     Teacher,
 )
 
@@ -21,13 +21,13 @@ STAGES = ("learner", "student", "teacher")
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class SearchNode:
     """Stands for all splits of one choice of sizes, schedule and concurrency."""
 
-    learner: Learner
-    student: Student
+    learner: LearnerSize
+    student: StudentSize
     teacher: Teacher | None
-    schedule: Schedule
+    schedule: ScheduleChoice
     share: float
 
 
@@ -41,7 +41,7 @@ class Quick:
         self._learners: dict[tuple[int, int, int], float] = {}
         self._servers: dict[tuple[int, ...], list[tuple[float, str]]] = {}
 
-    def nodes(self, bound: int) -> Iterator[Node]:
+    def nodes(self, bound: int) -> Iterator[SearchNode]:
         """Yield all nodes of a class."""
         space = self._space
         for schedule in space.schedules:
@@ -51,9 +51,9 @@ class Quick:
                 for student in space.students:
                     for teacher in space.teachers or (None,):
                         for share in space.shares:
-                            yield Node(learner, student, teacher, schedule, share)
+                            yield SearchNode(learner, student, teacher, schedule, share)
 
-    def of_node(self, node: Node, limited: Counter[str]) -> tuple[float, int]:
+    def of_node(self, node: SearchNode, limited: Counter[str]) -> tuple[float, int]:
         """Return the least seconds of any split of a node, and how many splits there are.
 
         Adds to `limited` which stage limits how many.
@@ -65,7 +65,7 @@ class Quick:
             least_s = min(least_s, max(trained_s, served_s))
         return least_s, len(rows)
 
-    def expanded(self, node: Node) -> Iterator[tuple[Candidate, float]]:
+    def expanded(self, node: SearchNode) -> Iterator[tuple[Candidate, float]]:
         """Yield the candidates of a node and their bounds."""
         trained_s = self._learner_s(node)
         for split, (served_s, _) in zip(self._splits(node), self._rows(node), strict=True):
@@ -79,16 +79,16 @@ class Quick:
         )
         return "learner" if trained_s >= served_s else stage
 
-    def _splits(self, node: Node) -> tuple[tuple[int, int], ...]:
+    def _splits(self, node: SearchNode) -> tuple[tuple[int, int], ...]:
         tp = 0 if node.teacher is None else node.teacher.tp
         return self._space.splits(node.learner.gpus, node.student.tp, tp)
 
-    def _candidate(self, node: Node, split: tuple[int, int]) -> Candidate:
+    def _candidate(self, node: SearchNode, split: tuple[int, int]) -> Candidate:
         return self._space.candidate(
             node.learner, node.student, node.teacher, split, node.schedule, node.share
         )
 
-    def _learner_s(self, node: Node) -> float:
+    def _learner_s(self, node: SearchNode) -> float:
         key = id(node.learner), id(node.student), id(node.schedule)
         if key not in self._learners:
             self._learners[key] = self._bounds.quick_learner(
@@ -96,7 +96,7 @@ class Quick:
             )
         return self._learners[key]
 
-    def _rows(self, node: Node) -> list[tuple[float, str]]:
+    def _rows(self, node: SearchNode) -> list[tuple[float, str]]:
         """Return the seconds of each split's servers that take longest, and whose they are."""
         shares = self._space.shares
         key = (node.learner.gpus, id(node.student), id(node.teacher), id(node.schedule))

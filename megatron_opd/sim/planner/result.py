@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 from megatron_opd.config.simulation import Gpu
 from megatron_opd.sim.planner.candidates import Space
-from megatron_opd.sim.planner.costing import Task
+from megatron_opd.sim.planner.costing import PlanTask
 from megatron_opd.sim.planner.demand import Demand
-from megatron_opd.sim.planner.search import Found, Trial
+from megatron_opd.sim.planner.search import SearchResult, Trial
 from megatron_opd.sim.planner.space import Losers
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredWindow:
     """Holds what a simulation said. seconds: between the ends of the window's updates."""
 
     seconds: float
@@ -24,12 +24,12 @@ class Measured:
 class Plan:
     """Holds what a plan is made from and what was found."""
 
-    task: Task
+    task: PlanTask
     gpu: Gpu
     demand: Demand
     space: Space
     losers: Losers
-    found: Found
+    found: SearchResult
     took_s: float
 
     @property

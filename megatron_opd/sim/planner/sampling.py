@@ -29,7 +29,7 @@ BATCHES = 2.0 ** np.arange(-1.0, 14.0, 0.5)
 """Requests of a server for which l is right, when they are all alike."""
 
 
-class Sampling:
+class SamplingBounds:
     """Sums the least times of one kind of student server. spare: tokens of a response left out.
 
     Axes: L values of l, N samples.

@@ -19,13 +19,13 @@ from typing import Protocol
 
 from megatron_opd.sim.planner.bounds import Bounds
 from megatron_opd.sim.planner.candidates import Candidate, Space
-from megatron_opd.sim.planner.quick import Node, Quick
+from megatron_opd.sim.planner.quick import Quick, SearchNode
 
 BLOCK = 256
 """Candidates that are put in the order of a guess before they are simulated."""
 
 
-class Measured(Protocol):
+class MeasuredCandidate(Protocol):
     """Names what a simulation must tell of a candidate."""
 
     @property
@@ -39,7 +39,7 @@ class Measured(Protocol):
         ...
 
 
-Simulate = Callable[[Candidate], Measured]
+Simulate = Callable[[Candidate], MeasuredCandidate]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,11 +48,11 @@ class Trial:
 
     candidate: Candidate
     bound_s: float
-    measured: Measured
+    measured: MeasuredCandidate
 
 
 @dataclass(slots=True)
-class Found:
+class SearchResult:
     """Holds what a search found. Counts are of candidates.
 
     best_s: the fewest seconds. front: the fastest of each class that is faster than all of less
@@ -81,14 +81,14 @@ def search(
     simulate: Simulate,
     *,
     most: int | None = None,
-    progress: Callable[[Found], None] | None = None,
-) -> Found:
+    progress: Callable[[SearchResult], None] | None = None,
+) -> SearchResult:
     """Return the front, exact for what `simulate` says, ties aside.
 
     most: candidates to simulate in a class; where they are not enough, `unproven_s` says what is
     left open. progress: told of each trial.
     """
-    found, quick = Found(), Quick(space, bounds)
+    found, quick = SearchResult(), Quick(space, bounds)
     for bound in sorted({schedule.bound for schedule in space.schedules}):
         _search_class(quick, bounds, bound, found, simulate, most, progress)
     return found
@@ -98,10 +98,10 @@ def _search_class(
     quick: Quick,
     bounds: Bounds,
     bound: int,
-    found: Found,
+    found: SearchResult,
     simulate: Simulate,
     most: int | None,
-    progress: Callable[[Found], None] | None,
+    progress: Callable[[SearchResult], None] | None,
 ) -> None:
     """Simulate what may be on the front in a class, and add its fastest if it is."""
     fastest: Trial | None = None
@@ -141,7 +141,7 @@ def front_of(trials: Sequence[Trial]) -> list[Trial]:
 
 
 def _blocks(
-    quick: Quick, bounds: Bounds, bound: int, found: Found
+    quick: Quick, bounds: Bounds, bound: int, found: SearchResult
 ) -> Iterator[list[tuple[float, Candidate]]]:
     """Yield the candidates of a class with their bounds, the most promising of each block first.
 
@@ -153,7 +153,7 @@ def _blocks(
 
 
 def _in_order(
-    quick: Quick, bounds: Bounds, bound: int, found: Found
+    quick: Quick, bounds: Bounds, bound: int, found: SearchResult
 ) -> Iterator[tuple[Candidate, float]]:
     """Yield candidates of a class, the least bound first, while one may beat `found.best_s`.
 
@@ -170,7 +170,7 @@ def _in_order(
     heapify(heap)
     while heap and heap[0][0] < found.best_s:
         least_s, level, _, item = heappop(heap)
-        if isinstance(item, Node):
+        if isinstance(item, SearchNode):
             for candidate, seconds in quick.expanded(item):
                 heappush(heap, (seconds, 1, next(numbers), candidate))
         elif level == 1:

@@ -19,7 +19,7 @@ from megatron_opd.config.schedule import ScheduleConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.sim.planner.candidates import Learner, Schedule
+from megatron_opd.sim.planner.candidates import LearnerSize, ScheduleChoice
 from megatron_opd.sizing.layout import stage_layers
 from megatron_opd.sizing.learner import GIB, learner_memory, usable_bytes, worst_stage
 from megatron_opd.sizing.servers import refusal, server_memory
@@ -117,18 +117,18 @@ def learners(
     config: Config,
     spec: ModelSpec,
     found: Iterator[ParallelConfig],
-    cost: Callable[[LearnerConfig], Learner],
-    update_s: Callable[[Learner], float],
+    cost: Callable[[LearnerConfig], LearnerSize],
+    update_s: Callable[[LearnerSize], float],
     longest: int,
     memory_gib: float,
     losers: Losers,
-) -> tuple[Learner, ...]:
+) -> tuple[LearnerSize, ...]:
     """Return the fastest layout that fits, of each number of GPUs.
 
     cost: makes a Learner of a section. update_s: seconds of an average update. longest: tokens of
     the longest sample. memory_gib: of the card.
     """
-    best: dict[int, tuple[float, int, Learner]] = {}
+    best: dict[int, tuple[float, int, LearnerSize]] = {}
     limit = usable_bytes(memory_gib)
     nearest = math.inf
     for parallel in found:
@@ -194,10 +194,10 @@ def servers(
 
 def schedules(
     config: Config, pins: Pins, staleness: int, losers: Losers
-) -> tuple[tuple[Schedule, ...], int | None]:
+) -> tuple[tuple[ScheduleChoice, ...], int | None]:
     """Return the schedules of a bound of at most `staleness`, and the least bound of the others."""
     batch = config.buffer.batch_size
-    found: dict[ScheduleConfig, Schedule] = {}
+    found: dict[ScheduleConfig, ScheduleChoice] = {}
     beyond: list[int] = []
     for tree in _schedule_trees(config, pins, staleness):
         try:
@@ -211,7 +211,7 @@ def schedules(
             beyond.append(bound)
             losers.add("too stale", f"{kind.type}: staleness {bound} > {staleness}")
         else:
-            found.setdefault(kind, Schedule(kind, bound, kind.permits(batch)))
+            found.setdefault(kind, ScheduleChoice(kind, bound, kind.permits(batch)))
     return tuple(found.values()), min(beyond, default=None)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron_opd.wire.link.counts import Tally
+from megatron_opd.wire.link.counts import LinkTally
 from megatron_opd.wire.link.pace import Pace
-from megatron_opd.wire.link.receiving import ReceiveLane, Verdict, Whole
-from megatron_opd.wire.link.sending import Breach, Outgoing, SendLane
+from megatron_opd.wire.link.receiving import ChunkVerdict, ReceiveLane, WholeMessage
+from megatron_opd.wire.link.sending import LinkBreach, Outgoing, SendLane
 from megatron_opd.wire.link.wire import (
     BULK,
     LANES,
@@ -20,9 +20,9 @@ from megatron_opd.wire.link.wire import (
     URGENT,
     BadFrame,
     Buffer,
+    LinkReport,
     Packer,
     Pong,
-    Report,
     State,
     Unpacker,
     seed_of,
@@ -33,7 +33,7 @@ URGENT_IN_A_ROW = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LinkLimits:
     """Bounds what an end takes, in bytes. inbox: of messages that its owner has not taken yet."""
 
     chunk_bytes: int
@@ -57,9 +57,9 @@ class Channel:
     process: names this process. peer: names the other one, b"" before the first greeting.
     """
 
-    def __init__(self, process: bytes, limits: Limits, compression: int) -> None:
+    def __init__(self, process: bytes, limits: LinkLimits, compression: int) -> None:
         self.process, self.peer, self.limits = process, b"", limits
-        self.tally = Tally()
+        self.tally = LinkTally()
         self.inbox_bytes = 0
         self.chunk_bytes, self.message_bytes = limits.chunk_bytes, limits.message_bytes
         self.connection = 0
@@ -91,22 +91,22 @@ class Channel:
         return State((urgent.arrived, bulk.arrived), (urgent.settled, bulk.settled), again, room)
 
     @property
-    def report(self) -> Report:
+    def report(self) -> LinkReport:
         """Returns what this end says of itself in a greeting."""
         limits = self.limits
-        return Report(
+        return LinkReport(
             PROTOCOL, self.process, self.peer, self.state, limits.chunk_bytes, limits.message_bytes
         )
 
-    def meet(self, report: Report, connection: int) -> bool:
+    def meet(self, report: LinkReport, connection: int) -> bool:
         """Begin a connection with who sent `report`; return whether it is another process.
 
         What waits for a process that is gone is dropped. Breach: it cannot be spoken to.
         """
         if report.protocol != PROTOCOL:
-            raise Breach(f"it speaks protocol {report.protocol} of the link, not {PROTOCOL}")
+            raise LinkBreach(f"it speaks protocol {report.protocol} of the link, not {PROTOCOL}")
         if not report.process or not report.chunk_bytes:
-            raise Breach("its greeting is malformed")
+            raise LinkBreach("its greeting is malformed")
         new = report.process != self.peer
         if new and self.peer:
             self._start_over()
@@ -239,7 +239,7 @@ class Channel:
 
     # -- receiving
 
-    def take(self, frames: Sequence[Buffer]) -> tuple[int, list[Whole]]:
+    def take(self, frames: Sequence[Buffer]) -> tuple[int, list[WholeMessage]]:
         """Take the frames of a chunk; return its lane, and the messages that it completes.
 
         What is refused is counted, and asked for with the next `state`. Breach: see ReceiveLane.
@@ -253,9 +253,9 @@ class Channel:
                 self._ask(lane)
             return URGENT, []
         verdict, whole = self._inward[chunk.lane].take(chunk.start, chunk.data)
-        if verdict is not Verdict.TAKEN:
+        if verdict is not ChunkVerdict.TAKEN:
             self.tally.refuse(verdict.value)
-        if verdict in (Verdict.AHEAD, Verdict.DAMAGED):
+        if verdict in (ChunkVerdict.AHEAD, ChunkVerdict.DAMAGED):
             self._ask(chunk.lane)
         for message in whole:
             self.tally.messages_received += 1

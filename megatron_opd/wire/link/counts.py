@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(slots=True)
-class Tally:
+class LinkTally:
     """Counts from the start of this process on. Bytes are those of messages' parts but for wire."""
 
     connections: int = 0

@@ -13,7 +13,7 @@ import zmq.asyncio
 
 from megatron_opd.config.sites import LinkConfig
 from megatron_opd.wire.link.events import Event, LinkRefused
-from megatron_opd.wire.link.inbox import Inbox
+from megatron_opd.wire.link.inbox import LinkInbox
 from megatron_opd.wire.link.peer import Peer
 from megatron_opd.wire.link.sockets import LINGER_MS
 from megatron_opd.wire.link.wire import PROCESS_BYTES
@@ -27,7 +27,7 @@ class End(ABC):
 
     def __init__(self, settings: LinkConfig, workers: int, name: str) -> None:
         self._settings = settings
-        self._inbox = Inbox()
+        self._inbox = LinkInbox()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix=name)
         self._process = secrets.token_bytes(PROCESS_BYTES)
         self._context = zmq.asyncio.Context()

@@ -25,15 +25,15 @@ from megatron_opd.wire.link.events import LinkRefused
 from megatron_opd.wire.link.flood import BUFFERS_BYTES, Flood
 from megatron_opd.wire.link.peer import Peer
 from megatron_opd.wire.link.routes import Greeting, Routes
-from megatron_opd.wire.link.sending import Breach
+from megatron_opd.wire.link.sending import LinkBreach
 from megatron_opd.wire.link.sockets import FRAMES_WAITING, prepared, put
 from megatron_opd.wire.link.wire import (
     MAX_FRAME_EXTRA,
     URGENT,
     Buffer,
-    Hello,
-    Refused,
-    Welcome,
+    LinkHello,
+    LinkWelcome,
+    RefusalNote,
     note,
 )
 from megatron_opd.wire.receiving import received
@@ -168,21 +168,21 @@ class LinkServer(End):
         if self._routes.is_on(peer.name, route):
             try:
                 if await peer.hear(buffers) is not None:
-                    raise Breach("it refuses its server")
-            except Breach as breach:
+                    raise LinkBreach("it refuses its server")
+            except LinkBreach as breach:
                 self._banish(peer, peer.channel.peer, route, str(breach))
             return
         if len(buffers) > 1:
             peer.channel.tally.refuse(NOT_NEWEST)
             return
         record = peer.read(buffers)
-        if isinstance(record, Hello):
+        if isinstance(record, LinkHello):
             self._gate.name(frames[0], route)
             self._greet(peer, route, record)
         elif record is not None:
             peer.channel.tally.refuse(NOT_NEWEST)
 
-    def _greet(self, peer: Peer, route: bytes, hello: Hello) -> None:
+    def _greet(self, peer: Peer, route: bytes, hello: LinkHello) -> None:
         process, number = hello.report.process, hello.number
         greeting = self._routes.greet(peer.name, process, number)
         if greeting is Greeting.FORMER:
@@ -191,20 +191,20 @@ class LinkServer(End):
             return
         try:
             peer.meet(hello.report, number, lambda frames: self._send(peer, route, frames))
-        except Breach as breach:
+        except LinkBreach as breach:
             self._banish(peer, process, route, str(breach))
             return
         former = self._routes.put(peer.name, process, number, route)
         if former is not None:
             self._refuse(former, f"a newer process has the name {peer.name}")
-        put(self._socket, [route, note(Welcome(peer.channel.report, number), 0)])
+        put(self._socket, [route, note(LinkWelcome(peer.channel.report, number), 0)])
 
     def _send(self, peer: Peer, route: bytes, frames: Sequence[Buffer]) -> None:
         if not put(self._socket, [route, *frames]) and self._routes.end(peer.name, route):
             peer.leave()
 
     def _refuse(self, route: bytes, cause: str) -> None:
-        put(self._socket, [route, note(Refused(cause), 0)])
+        put(self._socket, [route, note(RefusalNote(cause), 0)])
 
     def _banish(self, peer: Peer, process: bytes, route: bytes, cause: str) -> None:
         """Refuse everything more of a process that did what it must not."""
@@ -286,7 +286,7 @@ class LinkClient(End):
         poller.register(monitor, zmq.POLLIN)
         socket.connect(self._address)
         self._number += 1
-        put(socket, [note(Hello(self._peer.channel.report, self._number), 0)])
+        put(socket, [note(LinkHello(self._peer.channel.report, self._number), 0)])
         since_s = time.monotonic()
         while True:
             await poller.poll(int(self._beat_s * 1000) + 1)
@@ -305,18 +305,18 @@ class LinkClient(End):
         if self._greeted:
             try:
                 refused = await self._peer.hear(buffers)
-            except Breach as breach:
+            except LinkBreach as breach:
                 raise LinkRefused(f"the server: {breach}") from None
             if refused is not None:
                 raise LinkRefused(one_line(refused.cause))
             return
         record = self._peer.read(buffers)
-        if isinstance(record, Refused):
+        if isinstance(record, RefusalNote):
             raise LinkRefused(one_line(record.cause))
-        if isinstance(record, Welcome) and record.number == self._number:
+        if isinstance(record, LinkWelcome) and record.number == self._number:
             try:
                 self._peer.meet(record.report, self._number, lambda out: put(socket, out))
-            except Breach as breach:
+            except LinkBreach as breach:
                 raise LinkRefused(f"the server: {breach}") from None
             self._greeted = True
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from megatron_opd.wire.link.events import Event
 
 
-class Inbox:
+class LinkInbox:
     """Hands events over in the order in which they came.
 
     failure: is raised from `next` once nothing is left.

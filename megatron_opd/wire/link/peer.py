@@ -10,13 +10,13 @@ from dataclasses import asdict
 from typing import TypeVar
 
 from megatron_opd.config.sites import LinkConfig
-from megatron_opd.wire.link.channel import Channel, Draft, Limits
+from megatron_opd.wire.link.channel import Channel, Draft, LinkLimits
 from megatron_opd.wire.link.clock import ClockEstimate
 from megatron_opd.wire.link.counts import LinkCounts
 from megatron_opd.wire.link.events import Broken, Mended, Received, Restarted
-from megatron_opd.wire.link.inbox import Inbox
+from megatron_opd.wire.link.inbox import LinkInbox
 from megatron_opd.wire.link.pace import MAX_FLIGHT_BYTES, TokenBucket
-from megatron_opd.wire.link.receiving import Whole
+from megatron_opd.wire.link.receiving import WholeMessage
 from megatron_opd.wire.link.sending import flat
 from megatron_opd.wire.link.wire import (
     MAX_CHUNK,
@@ -24,10 +24,10 @@ from megatron_opd.wire.link.wire import (
     BadFrame,
     Buffer,
     Greeting,
+    LinkReport,
     Ping,
     Pong,
-    Refused,
-    Report,
+    RefusalNote,
     Talk,
     note,
     read_note,
@@ -53,10 +53,12 @@ class Peer:
         process: bytes,
         settings: LinkConfig,
         message_bytes: int,
-        inbox: Inbox,
+        inbox: LinkInbox,
         pool: Executor,
     ) -> None:
-        limits = Limits(min(settings.chunk_bytes, MAX_CHUNK), message_bytes, settings.outbox_bytes)
+        limits = LinkLimits(
+            min(settings.chunk_bytes, MAX_CHUNK), message_bytes, settings.outbox_bytes
+        )
         self.name = name
         self.channel = Channel(process, limits, settings.compression)
         self.transmit: Transmit | None = None
@@ -115,7 +117,7 @@ class Peer:
 
     # -- the connection's side
 
-    def meet(self, report: Report, number: int, transmit: Transmit) -> None:
+    def meet(self, report: LinkReport, number: int, transmit: Transmit) -> None:
         """Begin a connection. Breach: with this one nobody speaks."""
         known = self.channel.peer
         new = self.channel.meet(report, number)
@@ -134,7 +136,7 @@ class Peer:
         self.channel.leave()
         self.transmit = None
 
-    async def hear(self, frames: Sequence[Buffer]) -> Refused | None:
+    async def hear(self, frames: Sequence[Buffer]) -> RefusalNote | None:
         """Process frames of the connection that is open; return with what the other end ends it.
 
         Breach: nothing more is to be heard of the other process.
@@ -144,7 +146,7 @@ class Peer:
             await self._hear_chunk(frames)
         else:
             record = self.read(frames)
-            if isinstance(record, Refused):
+            if isinstance(record, RefusalNote):
                 return record
             if isinstance(record, (Ack, Ping, Pong)):
                 self._hear_note(record)
@@ -219,7 +221,7 @@ class Peer:
         for message in whole:
             self._deliver(lane, message)
 
-    def _deliver(self, lane: int, message: Whole) -> None:
+    def _deliver(self, lane: int, message: WholeMessage) -> None:
         size = message.num_bytes
         self.channel.inbox_bytes += size
         self._inbox.put(Received(self.name, lane, message.parts), lambda: self._took(size))

@@ -14,13 +14,13 @@ from typing import Any
 
 import numpy as np
 
-from megatron_opd.wire.link.sending import COUNT, DIGEST_BYTES, MAX_PARTS, Breach
+from megatron_opd.wire.link.sending import COUNT, DIGEST_BYTES, MAX_PARTS, LinkBreach
 
 MAX_DAMAGED = 3
 """Times that one message may come with a wrong digest: then its sender is at fault, or memory."""
 
 
-class Verdict(Enum):
+class ChunkVerdict(Enum):
     """Says what became of a chunk."""
 
     TAKEN = "taken"
@@ -47,7 +47,7 @@ class _Message:
 
 
 @dataclass(frozen=True, slots=True)
-class Whole:
+class WholeMessage:
     """Holds a message that is complete.
 
     num_bytes: its share of the stream, so that empty messages count too.
@@ -74,17 +74,17 @@ class ReceiveLane:
         self._asked = self.arrived
         return True
 
-    def take(self, start: int, data: memoryview) -> tuple[Verdict, list[Whole]]:
+    def take(self, start: int, data: memoryview) -> tuple[ChunkVerdict, list[WholeMessage]]:
         """Take a chunk; return what became of it, and the messages that it completes.
 
         Breach: a message is larger than is allowed, or damaged again and again.
         """
         if start > self.arrived:
-            return Verdict.AHEAD, []
+            return ChunkVerdict.AHEAD, []
         rest = data[self.arrived - start :]
         if not rest:
-            return Verdict.REPEATED, []
-        whole: list[Whole] = []
+            return ChunkVerdict.REPEATED, []
+        whole: list[WholeMessage] = []
         while rest:
             size = self._fill(rest)
             self.arrived += size
@@ -92,9 +92,9 @@ class ReceiveLane:
             if self._message.filled == len(self._message.body) and self._is_at_end():
                 done = self._finish()
                 if done is None:
-                    return Verdict.DAMAGED, whole
+                    return ChunkVerdict.DAMAGED, whole
                 whole.append(done)
-        return Verdict.TAKEN, whole
+        return ChunkVerdict.TAKEN, whole
 
     def _fill(self, rest: memoryview) -> int:
         """Put bytes where they belong; return how many."""
@@ -114,7 +114,7 @@ class ReceiveLane:
     def _read_head(self, message: _Message) -> None:
         (count,) = COUNT.unpack_from(message.small)
         if count > MAX_PARTS:
-            raise Breach(f"a message of {count} parts, above {MAX_PARTS}")
+            raise LinkBreach(f"a message of {count} parts, above {MAX_PARTS}")
         if message.wanted == COUNT.size:
             message.wanted += 8 * count
             if count:
@@ -122,7 +122,7 @@ class ReceiveLane:
         message.sizes = list(struct.unpack_from(f"<{count}Q", message.small, COUNT.size))
         total = sum(message.sizes)
         if total > self._message_bytes:
-            raise Breach(f"a message of {total} bytes, above {self._message_bytes}")
+            raise LinkBreach(f"a message of {total} bytes, above {self._message_bytes}")
         # without zeros, so that memory is taken as bytes come, not as a head claims
         message.body = np.empty(total, np.uint8).data
         message.found.update(message.small)
@@ -132,14 +132,14 @@ class ReceiveLane:
         message = self._message
         return message.sizes is not None and len(message.small) == message.wanted
 
-    def _finish(self) -> Whole | None:
+    def _finish(self) -> WholeMessage | None:
         """Return the message, None if it is damaged: then it is wanted again from its start."""
         message, self._message = self._message, _Message()
         assert message.sizes is not None
         if message.found.digest() != message.small[-DIGEST_BYTES:]:
             self._damaged += 1
             if self._damaged == MAX_DAMAGED:
-                raise Breach("a message whose digest is wrong again and again")
+                raise LinkBreach("a message whose digest is wrong again and again")
             self.arrived, self._asked = self.settled, -1
             return None
         self._damaged = 0
@@ -148,4 +148,4 @@ class ReceiveLane:
         for size in message.sizes:
             parts.append(body[at : at + size])
             at += size
-        return Whole(tuple(parts), at + len(message.small))
+        return WholeMessage(tuple(parts), at + len(message.small))

@@ -21,7 +21,7 @@ DIGEST_BYTES = 32
 MAX_PARTS = 1 << 16
 
 
-class Breach(Exception):
+class LinkBreach(Exception):
     """Reports in one line what an end must not do; nothing more of it is heard."""
 
 
@@ -123,7 +123,7 @@ class SendLane:
         Breach: it has what was never sent. What it said before it said more is no news.
         """
         if not settled <= arrived <= self.furthest:
-            raise Breach("it acknowledged bytes that were never sent")
+            raise LinkBreach("it acknowledged bytes that were never sent")
         self.settled = max(self.settled, settled)
         news = max(0, arrived - self.arrived)
         self.arrived += news
@@ -147,6 +147,6 @@ class SendLane:
     def resume(self, arrived: int, settled: int) -> int:
         """Continue after a break from what the other end has; returns as `told` does."""
         if settled < self.settled or arrived < settled:
-            raise Breach("it has lost what it had acknowledged")
+            raise LinkBreach("it has lost what it had acknowledged")
         news = self.told(arrived, settled, again=True)
         return news

@@ -62,7 +62,7 @@ class State(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     room: Place
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class LinkReport(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Describes a process. knows: the other process it last met, b"" for none.
 
     state: what it has received from that one. chunk_bytes, message_bytes: the largest that it
@@ -77,21 +77,21 @@ class Report(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     message_bytes: Place
 
 
-class Hello(_Note, frozen=True):
+class LinkHello(_Note, frozen=True):
     """Opens a connection. number: of this process's connections, growing."""
 
-    report: Report
+    report: LinkReport
     number: Place
 
 
-class Welcome(_Note, frozen=True):
+class LinkWelcome(_Note, frozen=True):
     """Answers the Hello of the same number; only now chunks may come."""
 
-    report: Report
+    report: LinkReport
     number: Place
 
 
-class Refused(_Note, frozen=True):
+class RefusalNote(_Note, frozen=True):
     """Ends the link for this process, for a reason in one line."""
 
     cause: Annotated[str, msgspec.Meta(max_length=500)]
@@ -118,7 +118,7 @@ class Pong(_Note, frozen=True):
     state: State
 
 
-Greeting = Hello | Welcome | Refused
+Greeting = LinkHello | LinkWelcome | RefusalNote
 Talk = Ack | Ping | Pong
 _ENCODER = msgspec.msgpack.Encoder()
 _GREETING = msgspec.msgpack.Decoder(Greeting)
@@ -132,7 +132,7 @@ def seed_of(source: bytes, target: bytes, number: int) -> int:
 
 def note(record: Greeting | Talk, seed: int) -> bytes:
     """Return the frame of a note. seed: of the connection; a greeting comes before there is one."""
-    greets = isinstance(record, (Hello, Welcome, Refused))
+    greets = isinstance(record, (LinkHello, LinkWelcome, RefusalNote))
     text = (b"G" if greets else b"T") + _ENCODER.encode(record)
     return SUM.pack(xxhash.xxh3_64_intdigest(text, 0 if greets else seed)) + text
 

@@ -22,7 +22,7 @@ from benchmarks.sites_chaos.liar import AHEAD, HONEST, KINDS, SERVING, lying
 from benchmarks.sites_chaos.parties import Party, proxied
 from megatron_opd.sites import site_weights
 from megatron_opd.sites.checking import Forged, received_sample
-from megatron_opd.sites.sampling import Finished, Sampling
+from megatron_opd.sites.sampling import Finished, SiteSampling
 from tests.support.fakes import make_prompt
 from tests.support.hub_links import RULES, done_of, sample_of
 
@@ -196,7 +196,7 @@ def test_every_part_and_every_control_can_fail():
 
 
 def encoded(kind: str) -> Finished:
-    sampling = Sampling.__new__(Sampling)
+    sampling = SiteSampling.__new__(SiteSampling)
     sampling._vocab_sizes, sampling._num_draws = {}, 0
     with lying(kind):
         return sampling._encoded(sample_of(PROMPT, version=3))

@@ -12,9 +12,9 @@ from megatron_opd.buffer.spread import (
     ALL_WRONG,
     NO_SPREAD,
     GroupRule,
+    GroupVerdict,
     NothingToLearn,
     SpreadFilter,
-    Verdict,
 )
 from megatron_opd.config.selection import RewardSpread
 from megatron_opd.records.types import Sample
@@ -56,14 +56,14 @@ def rule(**limits: object) -> GroupRule:
 )
 def test_the_reason_says_what_was_alike(rewards, least, reason):
     judge = SpreadFilter(rule(min_spread=least), SIZE)
-    assert judged(judge, 0, rewards) == [Verdict(0, reason)]
+    assert judged(judge, 0, rewards) == [GroupVerdict(0, reason)]
 
 
 def test_prompts_that_learn_from_a_teacher_are_not_judged():
     judge = SpreadFilter(GroupRule(RewardSpread(most_in_a_row=1), distils=True), SIZE)
     for group in range(4):
-        assert judged(judge, group, (0.0, 0.0), teacher_weight=0.5) == [Verdict(group, None)]
-    assert judged(judge, 4, (0.0, 0.0), teacher_weight=0.0) == [Verdict(4, ALL_WRONG)]
+        assert judged(judge, group, (0.0, 0.0), teacher_weight=0.5) == [GroupVerdict(group, None)]
+    assert judged(judge, 4, (0.0, 0.0), teacher_weight=0.0) == [GroupVerdict(4, ALL_WRONG)]
     with pytest.raises(NothingToLearn):
         judged(judge, 5, (0.0, 0.0), teacher_weight=0.0)
 
@@ -78,17 +78,19 @@ def test_too_many_in_a_row_end_the_run_in_words():
 
 def test_a_group_waits_only_while_its_verdict_depends_on_one_before_it():
     judge = SpreadFilter(rule(most_in_a_row=2, exhausted="keep"), SIZE)
-    assert judged(judge, 1, (0.0, 0.0)) == [Verdict(1, ALL_WRONG)], "one at most went before it"
+    assert judged(judge, 1, (0.0, 0.0)) == [GroupVerdict(1, ALL_WRONG)], (
+        "one at most went before it"
+    )
     assert judged(judge, 2, (0.0, 0.0)) == [], "it is kept if group 0 is thrown away too"
-    assert judged(judge, 3, (0.0, 1.0)) == [Verdict(3, None)]
-    assert judged(judge, 4, (1.0, 1.0)) == [Verdict(4, ALL_RIGHT)]
-    assert judged(judge, 0, (1.0, 1.0)) == [Verdict(0, ALL_RIGHT), Verdict(2, None)]
+    assert judged(judge, 3, (0.0, 1.0)) == [GroupVerdict(3, None)]
+    assert judged(judge, 4, (1.0, 1.0)) == [GroupVerdict(4, ALL_RIGHT)]
+    assert judged(judge, 0, (1.0, 1.0)) == [GroupVerdict(0, ALL_RIGHT), GroupVerdict(2, None)]
 
 
 def test_a_broken_group_decides_for_those_that_waited():
     judge = SpreadFilter(rule(most_in_a_row=1), SIZE)
     assert judged(judge, 1, (0.0, 0.0)) == []
-    assert judge.broken(0) == [Verdict(1, ALL_WRONG)]
+    assert judge.broken(0) == [GroupVerdict(1, ALL_WRONG)]
     assert judge.broken(0) == []
 
 
@@ -140,7 +142,7 @@ def test_a_run_that_began_without_a_filter_goes_on_with_one():
     judge.resume([sample(6, 0.0), sample(8, 0.0), sample(9, 0.0)], [7, 10], 11)
     assert judge.state.next_group == 3, "groups 0 to 2 are gone"
     judge.add(sample(7, 0.0))
-    assert judge.completed(sample(7, 0.0).rollout.prompt) == [Verdict(3, ALL_WRONG)]
+    assert judge.completed(sample(7, 0.0).rollout.prompt) == [GroupVerdict(3, ALL_WRONG)]
     assert judge.state.next_group == 5, "group 4 was complete before; group 5 is being admitted"
     for uid in (10, 11):
         judge.add(sample(uid, 1.0))

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemReader
 
 from megatron_opd.checkpoint import part_dir, to_hf, to_megatron
-from megatron_opd.checkpoint.conversion import Report
+from megatron_opd.checkpoint.conversion import ConversionReport
 from megatron_opd.checkpoint.crew import Crew
 from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, file_tensors
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
@@ -31,12 +31,12 @@ from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen2
 UNIT_BYTES = 60_000
 
 
-def forth(source: Path, target: Path, **options: Any) -> Report:
+def forth(source: Path, target: Path, **options: Any) -> ConversionReport:
     defaults = {"parallel": ParallelConfig(), "dtype": None, "crew": Crew()}
     return hf_to_megatron(source, target, **(defaults | {"unit_bytes": UNIT_BYTES} | options))
 
 
-def back(source: Path, target: Path, **options: Any) -> Report:
+def back(source: Path, target: Path, **options: Any) -> ConversionReport:
     return megatron_to_hf(source, target, **({"dtype": None, "crew": Crew()} | options))
 
 

@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from megatron_opd.checkpoint.megatron_reader import DESCRIPTION, MegatronSource
 from megatron_opd.checkpoint.restricted_metadata import (
     METADATA,
-    Refused,
+    MetadataRefused,
     read_metadata,
     tensors_only,
     unpickle,
@@ -162,7 +162,7 @@ def test_a_payload_is_refused_and_not_run(tmp_path: Path, where: str) -> None:
     ],
 )
 def test_names_near_the_allowed_ones_are_not_allowed(names: bytes) -> None:
-    with pytest.raises((Refused, pickle.UnpicklingError, ValueError)):
+    with pytest.raises((MetadataRefused, pickle.UnpicklingError, ValueError)):
         unpickle(io.BytesIO(names))
 
 
@@ -204,7 +204,7 @@ def test_dtypes_are_the_only_names_of_torch_besides_its_size() -> None:
     assert unpickle(io.BytesIO(b"ctorch\nfloat8_e4m3fn\n.")) is torch.float8_e4m3fn
     assert unpickle(io.BytesIO(b"ctorch\nSize\n.")) is torch.Size
     for name in (b"compile", b"hub", b"Tensor", b"os", b"nothing_of_the_kind"):
-        with pytest.raises(Refused, match=rf"names torch\.{name.decode()}, which"):
+        with pytest.raises(MetadataRefused, match=rf"names torch\.{name.decode()}, which"):
             unpickle(io.BytesIO(b"ctorch\n" + name + b"\n."))
 
 

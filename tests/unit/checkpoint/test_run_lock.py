@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megatron_opd.checkpoint.export import export_hf
 from megatron_opd.checkpoint.run_lock import (
     LOCK,
-    Claim,
+    LockClaim,
     NotTheHolder,
     RunDirHeld,
     RunLock,
@@ -122,7 +122,7 @@ def test_a_writer_of_an_earlier_run_is_refused(tmp_path: Path):
         with pytest.raises(NotTheHolder, match=f"now belongs to pid {os.getpid()} on "):
             first.claim.check()
         with pytest.raises(NotTheHolder, match=r"must see the same run\.dir"):
-            Claim(tmp_path / "elsewhere" / LOCK, second.claim.token).check()
+            LockClaim(tmp_path / "elsewhere" / LOCK, second.claim.token).check()
 
 
 def test_an_export_is_not_named_once_the_directory_is_anothers(dense: Path, tmp_path: Path):
@@ -160,7 +160,7 @@ def test_an_unreadable_lock_file_names_nobody(tmp_path: Path, content: bytes):
     (tmp_path / LOCK).write_bytes(content)
     assert read_holder(tmp_path / LOCK) is None
     with pytest.raises(NotTheHolder):
-        Claim(tmp_path / LOCK, "ab" * 32).check()
+        LockClaim(tmp_path / LOCK, "ab" * 32).check()
     with RunLock.take(tmp_path):
         (tmp_path / LOCK).write_bytes(content)
         with pytest.raises(RunDirHeld, match="is held by another process"):

@@ -19,7 +19,7 @@ from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from megatron_opd.data.curriculum import CurriculumSource
-from megatron_opd.data.stream import PromptSource, Source
+from megatron_opd.data.stream import MixedSource, PromptSource
 from megatron_opd.records.types import Prompt, Rollout, Sample
 from megatron_opd.sim.clock import run_virtual
 from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, Witness, make_prompt
@@ -165,7 +165,7 @@ def test_a_run_that_repeats_itself_drops_the_same_groups_resumed_or_not(
 def make_source(problems: int, **keys: Any) -> CurriculumSource:
     prompts = [Prompt(i, str(i), np.arange(3, dtype=np.int32)) for i in range(problems)]
     config = PassRateCurriculum.model_validate(keys)
-    stream = PromptSource([Source("rows", tuple(prompts))], seed=1, shuffle=False)
+    stream = PromptSource([MixedSource("rows", tuple(prompts))], seed=1, shuffle=False)
     return CurriculumSource(stream, problems, config, seed=1, group_size=2)
 
 

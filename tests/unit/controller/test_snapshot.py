@@ -16,7 +16,7 @@ from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
 from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
-from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member, place
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, GroupMember, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from megatron_opd.errors import UserError
 from megatron_opd.records.types import Sample
@@ -238,7 +238,7 @@ def test_what_is_no_state_is_refused():
 def test_more_holders_than_permits_are_a_broken_state():
     with pytest.raises(PermitError, match="3 prompts hold permits, there are 2"):
         Permits(2, [1, 2, 3])
-    assert Member(prompt=make_prompt(4)).uid == 4
+    assert GroupMember(prompt=make_prompt(4)).uid == 4
 
 
 def broken(**changes):
@@ -256,7 +256,7 @@ def broken(**changes):
         ({"next_uid": 5}, "the line is not in order of admission"),
         ({"passed": [[], [3, 2]]}, "the rows passed over are not in order"),
         ({"passed": [[-1]]}, "the rows passed over are not in order"),
-        ({"line": [Member()]}, "it must hold one of prompt, rollout and sample"),
+        ({"line": [GroupMember()]}, "it must hold one of prompt, rollout and sample"),
         ({"sample": {"teacher_logp_N": np.zeros(3, np.float32)}}, "3 scores for 8 ids"),
         (
             {"rollout": {"response_ids_T": np.zeros(3, np.int32)}},

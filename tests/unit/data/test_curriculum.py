@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_opd.config.curriculum import PassRateCurriculum
 from megatron_opd.data.curriculum import CurriculumSource
-from megatron_opd.data.stream import PromptSource, Source
+from megatron_opd.data.stream import MixedSource, PromptSource
 from megatron_opd.records.types import Prompt, Sample
 from tests.support.fakes import make_sample
 
@@ -19,7 +19,7 @@ PROBLEMS = 10
 
 def make_source(problems: int = PROBLEMS, group_size: int = 1, shuffle: bool = False, **keys):
     prompts = [Prompt(i, str(i), np.array([i], np.int32)) for i in range(problems)]
-    candidates = PromptSource([Source("rows", tuple(prompts))], seed=3, shuffle=shuffle)
+    candidates = PromptSource([MixedSource("rows", tuple(prompts))], seed=3, shuffle=shuffle)
     config = PassRateCurriculum(**keys)
     return CurriculumSource(candidates, problems, config, seed=3, group_size=group_size)
 

@@ -22,7 +22,7 @@ from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.data.prompts import SAMPLE_ROWS, PromptFile
 from megatron_opd.data.records import Columns
 from megatron_opd.data.render import Rendering
-from megatron_opd.data.stream import AHEAD, PromptSource, Source
+from megatron_opd.data.stream import AHEAD, MixedSource, PromptSource
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.records.types import Prompt
 
@@ -60,7 +60,7 @@ BAD = st.sets(st.integers(0, 9), max_size=8)
 )
 def test_places_that_cannot_be_used_are_passed_over(bad, seed, size, start, shuffle, epochs):
     own = [places(10, bad[0], "x"), places(10, bad[1], "y")]
-    sources = [Source("x", own[0], 1.0), Source("y", own[1], 2.0)]
+    sources = [MixedSource("x", own[0], 1.0), MixedSource("y", own[1], 2.0)]
     keys = {"seed": seed, "shuffle": shuffle, "group_size": size, "epochs": epochs}
     whole = PromptSource(sources, **keys)
     asked = [(prompt.uid, prompt.text, prompt.row) for prompt in islice(whole, 100)]
@@ -84,7 +84,7 @@ def test_places_that_cannot_be_used_are_passed_over(bad, seed, size, start, shuf
 
 
 def test_what_was_drawn_counts_the_places_that_were_passed_over():
-    source = PromptSource([Source("x", places(10, {0, 1, 5}))], seed=0, shuffle=False)
+    source = PromptSource([MixedSource("x", places(10, {0, 1, 5}))], seed=0, shuffle=False)
     assert [next(source).text for _ in range(4)] == ["2", "3", "4", "6"]
     assert source.passed == [[0, 0, 3]]
     assert source.drawn_at(4) == [7]
@@ -93,14 +93,14 @@ def test_what_was_drawn_counts_the_places_that_were_passed_over():
 
 
 def test_a_source_of_which_nothing_can_be_used_ends_the_run():
-    source = PromptSource([Source("x", places(4, {0, 1, 2, 3}))], seed=0)
+    source = PromptSource([MixedSource("x", places(4, {0, 1, 2, 3}))], seed=0)
     with pytest.raises(BadRows, match="x: none of its 4 rows can be used"):
         next(source)
 
 
 def test_a_curriculum_goes_on_behind_the_places_that_were_passed_over():
     def made():
-        candidates = PromptSource([Source("x", places(8, {1, 2, 6}))], seed=3)
+        candidates = PromptSource([MixedSource("x", places(8, {1, 2, 6}))], seed=3)
         band = PassRateCurriculum(low=0.25, high=0.75)
         return CurriculumSource(candidates, 8, band, seed=3, group_size=2)
 
@@ -140,7 +140,7 @@ def written(path, rows):
 
 def stream(prompts, count=None):
     expect = prompts.expect if isinstance(prompts, DrawnPrompts) else None
-    source = PromptSource([Source("x", prompts, expect=expect)], seed=5, epochs=2)
+    source = PromptSource([MixedSource("x", prompts, expect=expect)], seed=5, epochs=2)
     return [
         (p.uid, p.text, p.token_ids_P.tolist(), p.answer, p.row, p.row_id, p.stop, p.teacher)
         for p in islice(source, count)
@@ -192,7 +192,7 @@ def test_more_bad_rows_than_allowed_end_the_run_when_they_are_no_chance(tmp_path
     path.write_text("".join(json.dumps(row) + "\n" for row in rows_of(600)))
     drawn, found = drawn_from(PromptFile.open(path, rules(max_bad_fraction=0.02)), tokenizer)
     begun, allowed = found.tally.rows, 0
-    source = PromptSource([Source("x", drawn)], seed=5, shuffle=False)
+    source = PromptSource([MixedSource("x", drawn)], seed=5, shuffle=False)
     for _ in range(300):
         next(source)
     _ruin(path, rows_of(600), 300)
@@ -225,7 +225,7 @@ def test_without_allowance_the_first_bad_row_ends_the_run(tmp_path, tokenizer):
     assert found.examples[0].row_id == "r0"
     with path.open("r+") as file:
         file.write("#")
-    source = PromptSource([Source("x", drawn)], seed=5, shuffle=False)
+    source = PromptSource([MixedSource("x", drawn)], seed=5, shuffle=False)
     said = rf"1 of \d+ rows read so far .*: 1 malformed; first {path}:1"
     with pytest.raises(BadRows, match=said):
         next(source)
@@ -279,7 +279,7 @@ def test_rows_are_read_in_advance_once_and_elsewhere(tmp_path, tokenizer, monkey
         return read(self, numbers)
 
     monkeypatch.setattr(RowPrompts, "read", noted)
-    source = PromptSource([Source("x", drawn, expect=drawn.expect)], seed=5, epochs=1)
+    source = PromptSource([MixedSource("x", drawn, expect=drawn.expect)], seed=5, epochs=1)
     next(source)
     drawn._thread.submit(lambda: None).result()  # all that was begun is done
     assert [len(numbers) for _, numbers in reads] == [AT_ONCE] * (AHEAD // AT_ONCE)
@@ -332,7 +332,7 @@ def test_a_tokenizer_that_fails_ends_the_run_in_one_line(tmp_path, tokenizer, mo
         raise ValueError("the tokenizer cannot encode the prompts: Panic: no")
 
     monkeypatch.setattr(RowPrompts, "read", failed)
-    source = PromptSource([Source("x", drawn, expect=drawn.expect)], seed=5)
+    source = PromptSource([MixedSource("x", drawn, expect=drawn.expect)], seed=5)
     with pytest.raises(BadRows, match=r"^the tokenizer cannot encode the prompts: Panic: no$"):
         next(source)
 

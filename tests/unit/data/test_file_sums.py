@@ -8,13 +8,13 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from megatron_opd.data.file_sums import Difference, sums_of
+from megatron_opd.data.file_sums import FileDifference, sums_of
 
 ROW, OTHER = '{"prompt": "a"}\n', '{"prompt": "b"}\n'
-NONE, GROWN, CHANGED = Difference.NONE, Difference.GROWN, Difference.CHANGED
+NONE, GROWN, CHANGED = FileDifference.NONE, FileDifference.GROWN, FileDifference.CHANGED
 
 
-def difference(path: Path, change: Callable[[], object]) -> Difference:
+def difference(path: Path, change: Callable[[], object]) -> FileDifference:
     """What is found after a change, and that nothing was found before it."""
     old, _ = sums_of(path)
     assert sums_of(path, old) == (old, NONE)
@@ -66,7 +66,7 @@ def test_shards_are_added_at_the_end(tmp_path: Path):
         for name, content in named.items():
             (tmp_path / f"{name}.jsonl").write_text(content)
 
-    def found(**named: str) -> Difference:
+    def found(**named: str) -> FileDifference:
         shards(b=ROW, d=OTHER)
         return difference(tmp_path, lambda: shards(**named))
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_opd.data.faults import Unusable
-from megatron_opd.data.messages import Chat, Message, read_chat
+from megatron_opd.data.messages import Chat, ChatMessage, read_chat
 from megatron_opd.data.render import Rendered, Rendering, render_prompts
 from tests.support.framed import BOS, END, STOP, TURN, framed
 
@@ -92,7 +92,7 @@ def test_a_prompt_with_its_template_is_not_put_into_it_again():
 def test_what_a_template_puts_before_a_prefill_is_said(content: str):
     tokenizer = framed(begin=False)
     tokenizer.chat_template = THINKS
-    chat = (Message("user", "1+1="), Message("assistant", content))
+    chat = (ChatMessage("user", "1+1="), ChatMessage("assistant", content))
     ids, marks = rendered(tokenizer, chat, chat_template=True)
     listed = [message._asdict() for message in chat]
     whole = tokenizer.apply_chat_template(listed, continue_final_message=True, return_dict=False)
@@ -107,7 +107,11 @@ def test_what_a_template_puts_before_a_prefill_is_said(content: str):
 def test_a_message_that_a_template_changes_is_named():
     tokenizer = framed(begin=False)
     trims = TEMPLATE.replace("m.content", "m.content | trim")
-    chat = (Message("user", " 1+1= "), Message("assistant", "2"), Message("user", "and 1+2?"))
+    chat = (
+        ChatMessage("user", " 1+1= "),
+        ChatMessage("assistant", "2"),
+        ChatMessage("user", "and 1+2?"),
+    )
     tokenizer.chat_template = TEMPLATE
     assert rendered(tokenizer, chat, chat_template=True)[1] == {}
     tokenizer.chat_template = trims

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_opd.data.faults import Unusable
-from megatron_opd.data.messages import Message, RowChat, chat_text, read_chat
+from megatron_opd.data.messages import ChatMessage, RowChat, chat_text, read_chat
 
 
 def turn(role, content, **others):
@@ -19,14 +19,14 @@ def call(arguments):
 
 def test_text_parts_are_joined():
     parts = [TEXT, {**TEXT, "image_url": None}, {"type": "text", "text": " "}]
-    assert read_chat({"p": [turn("user", parts)]}, "p") == (Message("user", "1+1=1+1= "),)
+    assert read_chat({"p": [turn("user", parts)]}, "p") == (ChatMessage("user", "1+1=1+1= "),)
 
 
 def test_sharegpt_rows_are_chats():
     said = [("system", "s"), ("human", "h"), ("gpt", "g"), ("tool", "t"), ("observation", "o")]
     rows = [{"from": who, "value": text} for who, text in said]
     roles = ("system", "user", "assistant", "tool", "tool")
-    expected = tuple(Message(r, t) for r, (_, t) in zip(roles, said, strict=True))
+    expected = tuple(ChatMessage(r, t) for r, (_, t) in zip(roles, said, strict=True))
     assert read_chat({"c": rows}, "c") == expected
     rows.insert(3, {"from": "function_call", "value": '{"name": "f", "arguments": {"a": 1}}'})
     chat = read_chat({"c": rows}, "c")
@@ -37,7 +37,7 @@ def test_sharegpt_rows_are_chats():
 def test_messages_are_read_in_order():
     row = {"prompt": [turn("system", "s"), turn("user", "u", name=None)]}
     chat = read_chat(row, "prompt")
-    assert chat == (Message("system", "s"), Message("user", "u"))
+    assert chat == (ChatMessage("system", "s"), ChatMessage("user", "u"))
     assert chat_text(chat) == "u"
     assert chat_text("text") == read_chat({"prompt": "text"}, "prompt") == "text"
 

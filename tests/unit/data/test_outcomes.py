@@ -6,18 +6,18 @@ import numpy as np
 import pytest
 
 from megatron_opd.data.faults import Fault
-from megatron_opd.data.outcomes import Outcome, Tally
+from megatron_opd.data.outcomes import RowOutcome, RowTally
 from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.data.records import Columns
 
 
-def tally(good: int, bad: int, fraction: float, *, vocab_size: int | None = None) -> Tally:
+def tally(good: int, bad: int, fraction: float, *, vocab_size: int | None = None) -> RowTally:
     rules = PromptRules(Columns(("prompt",)), 9, max_bad_fraction=fraction, vocab_size=vocab_size)
-    counted = Tally(Path("f"), rules)
+    counted = RowTally(Path("f"), rules)
     for n in range(good):
-        counted.add(Outcome(f"f:{n}", {"prompt": "a"}, np.array([1, 5], np.int32)))
+        counted.add(RowOutcome(f"f:{n}", {"prompt": "a"}, np.array([1, 5], np.int32)))
     for n in range(bad):
-        counted.add(Outcome(f"f:{good + n}", fault=Fault("malformed", f"f:{good + n}", "bad")))
+        counted.add(RowOutcome(f"f:{good + n}", fault=Fault("malformed", f"f:{good + n}", "bad")))
     return counted
 
 

@@ -7,7 +7,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from megatron_opd.data import render
 from megatron_opd.data.faults import Unusable
-from megatron_opd.data.messages import Message
+from megatron_opd.data.messages import ChatMessage
 from megatron_opd.data.render import (
     Rendering,
     Unfinished,
@@ -64,7 +64,7 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% if add_generation_prompt %}assistant: {% endif %}"
 )
-SYSTEM_CHAT = (Message("system", "s"), Message("user", "q"))
+SYSTEM_CHAT = (ChatMessage("system", "s"), ChatMessage("user", "q"))
 
 
 def tokenizer_with(template: str):
@@ -86,7 +86,7 @@ def test_variables_reach_the_template():
 
 
 def test_the_last_assistants_message_stays_open():
-    chat = (Message("user", "q"), Message("assistant", "It is "))
+    chat = (ChatMessage("user", "q"), ChatMessage("assistant", "It is "))
     assert rendered([chat, "q"]) == ["user: q\nassistant: It is ", "user: q\nassistant: "]
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_opd.data.stream import BLOCK, PromptSource, Source
+from megatron_opd.data.stream import BLOCK, MixedSource, PromptSource
 from megatron_opd.records.types import Prompt
 
 
@@ -19,12 +19,12 @@ def prompts_of(count, name=""):
 
 
 def only(prompts):
-    return [Source("all", tuple(prompts))]
+    return [MixedSource("all", tuple(prompts))]
 
 
 def mixture(*parts):
     """parts: (name, prompts, weight)."""
-    return [Source(name, prompts_of(count, name), weight) for name, count, weight in parts]
+    return [MixedSource(name, prompts_of(count, name), weight) for name, count, weight in parts]
 
 
 def texts(source, count=None):

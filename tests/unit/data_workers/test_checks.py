@@ -29,7 +29,7 @@ REQUEST = RolloutRequest(
 )
 KNOWN = Known(100, 64, 3)
 GENERATED = w.Generated(1, 4, 8, SAMPLE.cache, -0.5, [(1, 0, 2), (3, 2, 4)], "stop")
-SCORED = w.Scored(3, 8, SAMPLE.cache, SHAPE)
+SCORED = w.ScoredCall(3, 8, SAMPLE.cache, SHAPE)
 PLAIN, SELECTING = TeacherAsk("s", 1.0, 0, 0, 7, 512), TeacherAsk("s", 1.0, 2, 2, 7, 512)
 HELD = HeldRollout(
     *(make_prompt(0), "data worker 0", "r-1", 4, 8, SAMPLE.cache, ROLLOUT.geometric_logp),
@@ -63,7 +63,7 @@ def test_what_a_healthy_worker_says_has_no_fault():
     path = replace(GENERATED, ids=4, size=CacheSize(4, 99))
     assert generated_fault(alone, KNOWN, path) is None
     for reward in (0.0, 0.5, 1.0):
-        assert judged_fault(w.Judged(2, reward)) is None
+        assert judged_fault(w.JudgedCall(2, reward)) is None
     assert scored_fault(HELD, PLAIN, SCORED) is None
     more = replace(SCORED, ids=20, size=CacheSize(16, 999))
     assert scored_fault(HELD, SELECTING, more) is None
@@ -103,7 +103,7 @@ def test_a_stop_string_that_was_not_asked_for_and_ids_beside_a_path_alone():
 
 @pytest.mark.parametrize("reward", [None, NAN, INF, -0.1, 1.1])
 def test_a_reward_that_is_none(reward: float | None):
-    assert judged_fault(w.Judged(2, reward)) is not None
+    assert judged_fault(w.JudgedCall(2, reward)) is not None
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost, ScoreRejected
 from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.data_workers.faults import WorkerFailed, as_error, failed
-from megatron_opd.data_workers.messages import Failed, decode_answer, encode
+from megatron_opd.data_workers.messages import CallFailed, decode_answer, encode
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 
 
@@ -34,7 +34,7 @@ FIELDS = ("url", "path", "cause", "sent", "stalled", "timed_out", "status", "bod
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: f"{type(e).__name__}-{e}")
 def test_an_error_arrives_as_what_it_was(error: Exception):
     answer = decode_answer(encode(failed(7, error)))
-    assert isinstance(answer, Failed)
+    assert isinstance(answer, CallFailed)
     assert answer.call == 7
     found = as_error(answer)
     assert type(found) is type(error)
@@ -65,13 +65,13 @@ def test_any_other_error_is_one_line_that_names_it():
 )
 def test_a_description_that_cannot_be_is_a_worker_that_failed(kind: str):
     for texts, flags in (([], []), (["a"] * 4, []), (["a"] * 3, [True] * 2)):
-        assert type(as_error(Failed(1, kind, texts, flags))) is WorkerFailed
+        assert type(as_error(CallFailed(1, kind, texts, flags))) is WorkerFailed
 
 
 @pytest.mark.parametrize("kind", ["no rollout", "no score", "verifier"])
 @pytest.mark.parametrize("reason", ["", "\x1b[2J", "two words", "a" * 41])
 def test_a_reason_by_which_nobody_can_count_is_a_worker_that_failed(kind: str, reason: str):
-    found = as_error(Failed(1, kind, [reason, "why"], []))
+    found = as_error(CallFailed(1, kind, [reason, "why"], []))
     assert type(found) is WorkerFailed
     assert str(found).isprintable()
 
@@ -80,7 +80,7 @@ def test_a_reason_by_which_nobody_can_count_is_a_worker_that_failed(kind: str, r
 def test_texts_are_lines_on_both_ends(error: Exception):
     hostile = failed(7, error)
     texts = ["teacher_nan", *["\x1b[2J\nx" for _ in hostile.texts[1:]]]
-    found = as_error(Failed(7, hostile.kind, texts, hostile.flags, hostile.status))
+    found = as_error(CallFailed(7, hostile.kind, texts, hostile.flags, hostile.status))
     assert type(found) is type(error)
     assert str(found).isprintable()
     assert failed(7, ScoreRejected("teacher_nan", "\ud800\n")).texts[1].isprintable()

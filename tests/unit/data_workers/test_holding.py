@@ -12,9 +12,9 @@ import pytest
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost, ScoreRejected
 from megatron_opd.controller.snapshot_codec import decode_member
 from megatron_opd.data.end_tokens import Ending
-from megatron_opd.data.judge import Judge as AnswerJudge
+from megatron_opd.data.judge import JudgeCall as AnswerJudge
 from megatron_opd.data_workers.holding import Holding
-from megatron_opd.data_workers.messages import Judge, Score
+from megatron_opd.data_workers.messages import JudgeCall, ScoreCall
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.types import Prompt, Sample, VersionSpan
 from megatron_opd.rollout.score_requests import TeacherAsk
@@ -107,14 +107,14 @@ def test_a_response_is_judged_with_the_task_and_answer_of_the_order():
         verifier = Verifier()
         held = holding(Server(), verifier)
         await held.generate(GENERATE)
-        assert (await held.judge(Judge(2, "r-1", "exact", "42"))).reward == 0.25
+        assert (await held.judge(JudgeCall(2, "r-1", "exact", "42"))).reward == 0.25
         prompt, response_ids = verifier.asked
         assert (prompt.task, prompt.answer, response_ids) == ("exact", "42", [4, 4, 4, 4])
         assert verifier.ending == Ending(REQUEST.stop_token_ids, REQUEST.stop), "as it was asked"
         assert verifier.ending != Ending()
         unjudged = holding(Server())
         await unjudged.generate(GENERATE)
-        assert (await unjudged.judge(Judge(2, "r-1", "exact", "42"))).reward is None
+        assert (await unjudged.judge(JudgeCall(2, "r-1", "exact", "42"))).reward is None
 
     drive(body)
 
@@ -137,7 +137,7 @@ def test_a_scored_sample_is_given_as_the_controller_would_have_sent_it():
         assert member.sample is not None
         assert np.array_equal(member.sample.teacher_logp_N, SCORES_N)
         # a judge may come after the teacher
-        assert (await held.judge(Judge(2, "r-1", None, "42"))).reward is None
+        assert (await held.judge(JudgeCall(2, "r-1", None, "42"))).reward is None
 
     drive(body)
 
@@ -152,7 +152,7 @@ def test_a_teacher_that_selects_replaces_the_draws():
         held = holding(Server(scores=ScoreReply(SCORES_N, chosen)))
         await held.generate(GENERATE)
         answer = await held.score(
-            Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 1, 2, 7, 512), 100)
+            ScoreCall(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 1, 2, 7, 512), 100)
         )
         assert answer.ids == 12
         given = decode_sample(9, [memoryview(bytes(f)) for f in held.frames("r-1")])
@@ -161,7 +161,9 @@ def test_a_teacher_that_selects_replaces_the_draws():
         held.release("r-1")
         await held.generate(GENERATE)
         with pytest.raises(ScoreRejected, match="teacher_unknown_id: 30, the student has 30"):
-            await held.score(Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 1, 2, 7, 30), 100))
+            await held.score(
+                ScoreCall(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 1, 2, 7, 30), 100)
+            )
         assert held.frames("r-1"), "the rollout is still there"
 
     drive(body)
@@ -174,7 +176,7 @@ def test_what_is_not_held_is_lost_for_every_order():
         held.release("r-1")
         held.release("r-1")
         for call in (
-            held.judge(Judge(2, "r-1", None, "42")),
+            held.judge(JudgeCall(2, "r-1", None, "42")),
             held.score(SCORE),
         ):
             with pytest.raises(SamplesLost, match="r-1 is not held"):

@@ -77,7 +77,7 @@ def test_a_call_without_progress_ends_at_its_limit_and_its_worker_is_told(stage:
             with pytest.raises(ServerUnreachable) as error:
                 await call
         assert error.value.timed_out
-        order = await peers[0].heard(w.Generate if stage == "sampled" else w.Score)
+        order = await peers[0].heard(w.Generate if stage == "sampled" else w.ScoreCall)
         assert await peers[0].heard(w.Cancel) == w.Cancel(order.call)
 
     drive(body, count=1)
@@ -90,7 +90,7 @@ def test_a_worker_that_cannot_look_does_not_end_the_watch_of_a_server(kind: str)
     async def body(pool: WorkerPool, peers: list[Peer]) -> None:
         def fails_to_look(order: w.Order) -> w.Answer | None:
             texts = ["teacher_nan", "2"] if kind == "no score" else ["KeyError: 7"]
-            return w.Failed(order.call, kind, texts, []) if isinstance(order, w.Look) else None
+            return w.CallFailed(order.call, kind, texts, []) if isinstance(order, w.Look) else None
 
         peers[0].answer = fails_to_look
         with pytest.raises(ServerUnreachable) as error:

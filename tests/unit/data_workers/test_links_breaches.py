@@ -45,7 +45,7 @@ def test_what_a_peer_with_keys_must_not_say_is_counted_and_changes_nothing():
         await second.socket.send(b"\xc1 garbage")
         await refused(pool, 4)
         await peers[0].socket.send(w.encode(generated(order)))  # a second answer to a call
-        await peers[0].socket.send(w.encode(w.Judged(99, 1.0)))  # and one that was never made
+        await peers[0].socket.send(w.encode(w.JudgedCall(99, 1.0)))  # and one that was never made
         await refused(pool, 6)
         assert await pool.judge(rollout, None, "") == 0.5
         assert (pool.links.refusals.count, pool.workers_lost) == (6, 0)
@@ -78,9 +78,9 @@ def test_an_answer_to_a_call_that_was_cancelled_is_no_refusal():
     "frames",
     [
         [b"\xc1 garbage"],
-        [w.encode(w.Judged(1, 0.5))[:-1]],
-        [w.encode(w.Hello(0, "tcp://worker:1"))],
-        [w.encode(w.Hello(1, "tcp://worker:9"))],
+        [w.encode(w.JudgedCall(1, 0.5))[:-1]],
+        [w.encode(w.WorkerHello(0, "tcp://worker:1"))],
+        [w.encode(w.WorkerHello(1, "tcp://worker:9"))],
     ],
     ids=["garbage", "truncated", "hello again", "hello as another"],
 )
@@ -93,7 +93,7 @@ def test_a_worker_that_says_what_it_must_not_is_lost_and_told_to_end(frames: lis
         assert (pool.links.refusals.count, pool.workers_lost) == (1, 1)
         assert [link.index for link in pool.links.alive] == [1]
         # it does not come back by the same connection
-        await peers[0].socket.send(w.encode(w.Hello(0, "tcp://worker:1")))
+        await peers[0].socket.send(w.encode(w.WorkerHello(0, "tcp://worker:1")))
         await refused(pool, 2)
         assert (await sampled(pool, 0)).worker == "data worker 1"
         # the end of its connection is no other peer's
@@ -108,7 +108,7 @@ def test_a_worker_that_says_what_it_must_not_is_lost_and_told_to_end(frames: lis
 @pytest.mark.parametrize(
     "answer",
     [
-        lambda order: w.Judged(order.call, 0.5),
+        lambda order: w.JudgedCall(order.call, 0.5),
         lambda order: msgspec.structs.replace(generated(order), tokens=9),
     ],
     ids=["another kind", "more tokens than were asked for"],
@@ -126,12 +126,12 @@ def test_a_response_that_cannot_be_costs_its_worker_and_is_sampled_by_another(an
     drive(body)
 
 
-@pytest.mark.parametrize("kind", [w.Judge, w.Score, w.Fetch])
+@pytest.mark.parametrize("kind", [w.JudgeCall, w.ScoreCall, w.Fetch])
 def test_so_does_what_cannot_be_said_of_a_held_response(kind: type[w.Order]):
     wrong: dict[type[w.Order], Callable[[Any], w.Answer]] = {
-        w.Judge: lambda order: w.Judged(order.call, 1.5),
-        w.Score: lambda order: w.Scored(order.call, 99, SIZE, SHAPE),
-        w.Fetch: lambda order: w.Whole(order.call, encode_member(place(make_sample(0)))),
+        w.JudgeCall: lambda order: w.JudgedCall(order.call, 1.5),
+        w.ScoreCall: lambda order: w.ScoredCall(order.call, 99, SIZE, SHAPE),
+        w.Fetch: lambda order: w.WholeCall(order.call, encode_member(place(make_sample(0)))),
     }
 
     def answer(order: Any) -> w.Answer | None:
@@ -155,7 +155,7 @@ def test_so_does_what_cannot_be_said_of_a_held_response(kind: type[w.Order]):
 def test_a_member_that_cannot_be_read_or_is_no_response_costs_its_worker(member: bytes):
     async def body(pool: WorkerPool, peers: list[Peer]) -> None:
         rollout = await sampled(pool, 0)
-        peers[0].answer = lambda order: w.Whole(getattr(order, "call", 0), member)
+        peers[0].answer = lambda order: w.WholeCall(getattr(order, "call", 0), member)
         with pytest.raises(SamplesLost, match="data worker 0 is lost: "):
             await pool.whole(rollout)
 
@@ -172,7 +172,7 @@ def test_a_worker_where_ranks_cannot_or_must_not_connect_does_not_join(address: 
             await asyncio.sleep(0.01)
         context = zmq.asyncio.Context()
         socket = connect(context, pool.links.address)
-        await socket.send(w.encode(w.Hello(0, address)))
+        await socket.send(w.encode(w.WorkerHello(0, address)))
         await refused(pool, 1)
         assert [link.index for link in pool.links.alive] == [1]
         context.destroy(linger=0)

@@ -15,9 +15,9 @@ from sglang_bridge.parse import Known
 ENDPOINT = Endpoint("http://host:1", "secret", Known(100, 4096, 3))
 ORDERS = [
     w.Generate(1, ENDPOINT, msgspec.Raw(b"\x91\x01")),
-    w.Judge(2, "r-1", None, "42"),
-    w.Judge(2, "r-1", "math", ("42", "42.0")),
-    w.Score(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 8, 7, 100), 120),
+    w.JudgeCall(2, "r-1", None, "42"),
+    w.JudgeCall(2, "r-1", "math", ("42", "42.0")),
+    w.ScoreCall(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 8, 7, 100), 120),
     w.Look(5, ENDPOINT),
     w.Fetch(4, "r-1"),
     w.Release(["r-1", "r-2"]),
@@ -25,14 +25,14 @@ ORDERS = [
     w.Close(),
 ]
 ANSWERS = [
-    w.Hello(1, "tcp://127.0.0.1:5"),
+    w.WorkerHello(1, "tcp://127.0.0.1:5"),
     w.Generated(1, 3, 6, CacheSize(4, 99), -0.5, [(3, 0, 2), (4, 2, 3)], "stop"),
-    w.Judged(2, 0.25),
-    w.Judged(2, None),
-    w.Scored(3, 6, CacheSize(4, 99), ScoreShape(3, -0.5, 0.1, 2)),
+    w.JudgedCall(2, 0.25),
+    w.JudgedCall(2, None),
+    w.ScoredCall(3, 6, CacheSize(4, 99), ScoreShape(3, -0.5, 0.1, 2)),
     w.Looked(5, {"r-1": 3, "r-2": 0}, ["r-3"]),
-    w.Whole(4, b"\0\xff"),
-    w.Failed(5, "unreachable", ["a", "b", "c"], [True, False, True], 503),
+    w.WholeCall(4, b"\0\xff"),
+    w.CallFailed(5, "unreachable", ["a", "b", "c"], [True, False, True], 503),
 ]
 
 

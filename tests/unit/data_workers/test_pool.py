@@ -46,9 +46,9 @@ def test_a_sample_passes_every_stage_and_its_arrays_come_when_they_are_asked_for
         sample = await scored(pool, rollout)
         assert (sample.shape, sample.rollout.num_ids, sample.reward) == (SHAPE, 8, 0.5)
         # a later try has another name at the server
-        first = (await peers[0].heard(w.Score)).ask.rid
+        first = (await peers[0].heard(w.ScoreCall)).ask.rid
         await scored(pool, rollout)
-        assert (await peers[0].heard(w.Score, 2)).ask.rid != first
+        assert (await peers[0].heard(w.ScoreCall, 2)).ask.rid != first
         assert first.startswith("score-0-")
         assert pool.holds(sample)
         assert pool.source(sample) == ("tcp://worker:1", "r-5")

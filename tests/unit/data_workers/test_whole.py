@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_opd.controller.snapshot import Member, place
+from megatron_opd.controller.snapshot import GroupMember, place
 from megatron_opd.data_workers.whole import whole_fault
 from megatron_opd.records.types import HeldRollout, HeldSample, Sample
 from tests.support.fakes import make_prompt, make_sample
@@ -66,7 +66,7 @@ DRAWS = ROLLOUT.draws
     ],
     ids=range(13),
 )
-def test_arrays_that_are_not_those_it_told_of(member: Member):
+def test_arrays_that_are_not_those_it_told_of(member: GroupMember):
     fault = whole_fault(HeldSample(HELD, SHAPE), member)
     assert fault is not None
     assert fault.isprintable()

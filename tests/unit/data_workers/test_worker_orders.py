@@ -69,7 +69,7 @@ def sent(call: int = 1, endpoint: Endpoint = ENDPOINT, **changes: Any) -> list[b
 
 
 @pytest.mark.parametrize(
-    "frame", [b"", b"\xc1", b"\x91" * 9, w.encode(w.Judged(1, 0.5)), w.encode(GENERATE)[:-1]]
+    "frame", [b"", b"\xc1", b"\x91" * 9, w.encode(w.JudgedCall(1, 0.5)), w.encode(GENERATE)[:-1]]
 )
 def test_what_is_no_order_is_counted_and_the_worker_goes_on(frame: bytes):
     answers, refused, held = obeyed([frame], sent())
@@ -95,7 +95,7 @@ def test_a_response_takes_no_other_ones_place(number: int, together: bool):
     messages = [[*sent(), *second]] if together else [sent(), second]
     answers, refused, held = obeyed(*messages)
     assert sorted(type(answer).__name__ for answer in answers) == ["Failed", "Generated"]
-    (failure,) = (answer for answer in answers if isinstance(answer, w.Failed))
+    (failure,) = (answer for answer in answers if isinstance(answer, w.CallFailed))
     assert "a name that is taken" in failure.texts[0]
     assert (refused, held) == (0, ["r-1"])
 
@@ -115,7 +115,7 @@ def test_a_response_takes_no_other_ones_place(number: int, together: bool):
 )
 def test_what_no_server_can_be_asked_fails(changes: dict[str, Any]):
     answers, refused, held = obeyed(sent(**({"endpoint": KNOWN} | changes)))
-    assert [type(answer) for answer in answers] == [w.Failed]
+    assert [type(answer) for answer in answers] == [w.CallFailed]
     assert (refused, held) == (0, [])
 
 
@@ -123,11 +123,11 @@ def test_what_no_server_can_be_asked_fails(changes: dict[str, Any]):
 def test_a_teacher_without_ids_scores_nothing(size: int):
     order = msgspec.structs.replace(SCORE, teacher_vocab_size=size)
     answers, _, held = obeyed(sent(), [w.encode(order)])
-    assert [type(answer) for answer in answers] == [w.Generated, w.Failed]
+    assert [type(answer) for answer in answers] == [w.Generated, w.CallFailed]
     assert held == ["r-1"]
 
 
 def test_a_call_that_is_cancelled_at_once_has_its_answer_too():
     answers, refused, held = obeyed([*sent(), w.encode(w.Cancel(1)), w.encode(w.Cancel(7))])
-    assert [(type(answer), answer.call) for answer in answers] == [(w.Failed, 1)]
+    assert [(type(answer), answer.call) for answer in answers] == [(w.CallFailed, 1)]
     assert (refused, held) == (0, [])

@@ -9,7 +9,7 @@ import pytest
 from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import (
     Evaluated,
-    Progress,
+    EvaluationProgress,
     best_of,
     progress_from,
     without_gain,
@@ -28,9 +28,9 @@ def evaluated(update: int, accuracy: float, name: str = "easy", **passes: float)
     return Evaluated(update, name, 3, 1.5, 20.0, 1e9, report)
 
 
-def some_progress() -> Progress:
+def some_progress() -> EvaluationProgress:
     row = evaluated(10, 50.0, at_4=75.0)
-    return Progress((row,), (20,), 2, 1, {"teacher": {"easy": row.report}})
+    return EvaluationProgress((row,), (20,), 2, 1, {"teacher": {"easy": row.report}})
 
 
 def test_progress_survives_a_checkpoint() -> None:

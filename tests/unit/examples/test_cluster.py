@@ -17,7 +17,7 @@ from megatron_opd.cli.main import build_parser, main
 from megatron_opd.config.load import load_config
 from megatron_opd.config.roles import all_roles
 from megatron_opd.config.schema import Config
-from megatron_opd.launch.launcher import Place, ProcessSpec
+from megatron_opd.launch.launcher import NodePlace, ProcessSpec
 from megatron_opd.launch.machines import Launched
 from megatron_opd.launch.placement import place
 from megatron_opd.launch.placing import parts_of
@@ -129,9 +129,9 @@ class Noted(SlurmLauncher):
 
     def __init__(self) -> None:
         super().__init__()
-        self.started: list[tuple[list[str], Place]] = []
+        self.started: list[tuple[list[str], NodePlace]] = []
 
-    def process(self, spec: ProcessSpec, place: Place) -> SlurmProcess:
+    def process(self, spec: ProcessSpec, place: NodePlace) -> SlurmProcess:
         process = super().process(spec, place)
         process.start = lambda: self.started.append((process.command, place))
         return process

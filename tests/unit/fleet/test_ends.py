@@ -9,7 +9,7 @@ import pytest
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.data.faults import BadRows
 from megatron_opd.errors import PartGone, RunFailed, UserError
-from megatron_opd.fleet.ends import Ends, explained
+from megatron_opd.fleet.ends import FirstCause, explained
 from megatron_opd.launch.health import EngineLost, ProcessDied, WatchedProcess
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.transport.remote_learner import LearnerError
@@ -105,8 +105,8 @@ def test_the_first_error_is_told_and_what_ends_later_is_not():
     code: list[int] = []
     learner = WatchedProcess("the learner", lambda: code[0] if code else None, follows=(3,))
 
-    async def main() -> Ends:
-        ends = Ends(lambda: [learner])
+    async def main() -> FirstCause:
+        ends = FirstCause(lambda: [learner])
 
         async def work() -> None:
             raise TimeoutError("too late")
@@ -139,12 +139,12 @@ def test_the_first_error_is_told_and_what_ends_later_is_not():
     ],
 )
 def test_what_a_command_ends_with(first: BaseException, kind: type[BaseException], told: str):
-    end = Ends(list).end(first, "; see", lambda _: "kept")
+    end = FirstCause(list).end(first, "; see", lambda _: "kept")
     assert (type(end), str(end)) == (kind, told)
 
 
 def test_rows_that_a_run_cannot_go_on_with_are_the_users_mistake():
-    ends = Ends(list)
+    ends = FirstCause(list)
     error = ExceptionGroup("tasks", [LoopFailed("admit", BadRows("data.train: 3 of 9 rows"))])
     told, last = ends.failure(error, "; logs", lambda _: "kept")
     assert told == str(last) == "data.train: 3 of 9 rows"

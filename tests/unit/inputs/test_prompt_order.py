@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.config.schema import Config
-from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Member
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, GroupMember
 from megatron_opd.data.epochs import Stretch
-from megatron_opd.data.file_sums import Difference, Part
+from megatron_opd.data.file_sums import FileDifference, FilePart
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.prompt_order import Begun, KeptData, Shape, read_kept
@@ -22,8 +22,8 @@ from megatron_opd.inputs.prompts import by_row, chosen_source, going_on, source_
 from megatron_opd.records.types import NO_ROW, Prompt
 from tests.support.prompt_sets import drawn_set, prompt_set
 
-NONE, GROWN, CHANGED = Difference.NONE, Difference.GROWN, Difference.CHANGED
-SUMS = ((Part(1, 1),), (Part(2, 2),))
+NONE, GROWN, CHANGED = FileDifference.NONE, FileDifference.GROWN, FileDifference.CHANGED
+SUMS = ((FilePart(1, 1),), (FilePart(2, 2),))
 
 
 def config(*, weights: bool, size: int, **data: Any) -> Config:
@@ -64,7 +64,7 @@ def went_on(
     train: list[PromptSet],
     shape: Shape,
     state: ControllerState,
-    differences: tuple[Difference, Difference],
+    differences: tuple[FileDifference, FileDifference],
     *,
     accepted: bool = False,
 ) -> tuple[Any, Shape, ControllerState, list[str]]:
@@ -189,7 +189,7 @@ def test_a_group_that_is_under_way_keeps_its_prompt():
     run = config(weights=False, size=3)
     source, shape = begin(run, files(5, 4))
     given = list(islice(source, 4))
-    line = [Member(prompt=prompt) for prompt in given]
+    line = [GroupMember(prompt=prompt) for prompt in given]
     state = state_at(4, line=line)
     args = (files(6, 6, "ab"), shape, state, (CHANGED, CHANGED))
     changed, *_ = went_on(run, *args, accepted=True)
@@ -206,7 +206,7 @@ def test_pass_rates_are_kept_for_old_rows_and_begin_anew_after_a_change(accepted
     source, shape = begin(run, files(5, 4))
     given = list(islice(source, 3))
     rates = CurriculumState(2, 0, np.full(9, 0.5), np.full(9, 2, np.int32), [(0, 8, 1.0)])
-    state = state_at(3, line=[Member(prompt=each) for each in given], curriculum=rates)
+    state = state_at(3, line=[GroupMember(prompt=each) for each in given], curriculum=rates)
     differences = (CHANGED, NONE) if accepted else (GROWN, NONE)
     args = (files(7, 4), shape, state, differences)
     after, _, state, _ = went_on(run, *args, accepted=accepted)
@@ -341,7 +341,7 @@ def test_a_run_that_goes_on_passes_over_the_same_rows(curriculum: bool):
     for uid in range(30):
         begun, _ = begin(run, files(5, 4, bad=bad))
         given = list(islice(begun, uid))
-        line = [Member(prompt=prompt) for prompt in given[-1:]]
+        line = [GroupMember(prompt=prompt) for prompt in given[-1:]]
         rates = begun.state if curriculum else None
         state = state_at(uid, passed=begun.passed, curriculum=rates, line=line)
         same, *_ = went_on(run, files(5, 4, bad=bad), shape, state, (NONE, NONE))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megatron_opd.launch import joining
-from megatron_opd.launch.joining import Part, all_of, answers, there
+from megatron_opd.launch.joining import StartingPart, all_of, answers, there
 from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable
 from sglang_bridge.ports import free_port
 from tests.support.cli_cases import call, refused, small_config, tiny_models
@@ -59,7 +59,7 @@ def test_it_says_what_is_missing_and_ends_with_the_first_failure():
         never = asyncio.create_task(asyncio.sleep(600))
         soon = asyncio.sleep(0.01)
         waits: dict[str, Any] = {"a": never, "b": fails, "c": soon}
-        parts = {name: Part(wait, forever) for name, wait in waits.items()}
+        parts = {name: StartingPart(wait, forever) for name, wait in waits.items()}
         with pytest.raises(RuntimeError, match="no"):
             await all_of(parts, said.append, every_s=0.05)
         assert never.cancelled()
@@ -77,7 +77,7 @@ def test_a_part_that_is_gone_again_ends_the_wait_for_the_others():
         raise RuntimeError("a is gone")
 
     async def main() -> None:
-        parts = {"a": Part(there(), gone), "b": Part(forever(), forever)}
+        parts = {"a": StartingPart(there(), gone), "b": StartingPart(forever(), forever)}
         with pytest.raises(RuntimeError, match="a is gone"):
             await asyncio.wait_for(all_of(parts, print), 30)
         assert len(asyncio.all_tasks()) == 1
@@ -88,7 +88,7 @@ def test_a_part_that_is_gone_again_ends_the_wait_for_the_others():
 
 def test_all_that_are_there_are_left_alone():
     async def main() -> None:
-        await all_of({name: Part(there(), forever) for name in "ab"}, print)
+        await all_of({name: StartingPart(there(), forever) for name in "ab"}, print)
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_opd.launch.launcher import CannotPlace, Need
-from megatron_opd.launch.nodes import Node, Spot, lay_out
+from megatron_opd.launch.nodes import Node, NodeSpot, lay_out
 
 
 def needs(**sizes: list[int]) -> list[Need]:
@@ -20,7 +20,7 @@ def nodes(*gpus: int) -> list[Node]:
     return [Node(f"n{i}", count) for i, count in enumerate(gpus)]
 
 
-def drawn(spots: tuple[Spot, ...]) -> str:
+def drawn(spots: tuple[NodeSpot, ...]) -> str:
     """`n0 0-3`, ...: GPUs of the first and last rank."""
     return ", ".join(f"{s.node} {s.gpus[0]}-{s.gpus[-1]}" if s.gpus else s.node for s in spots)
 
@@ -109,10 +109,10 @@ def test_layouts(wanted: list[Need], gpus: tuple[int, ...], found: str):
 
 def test_a_lost_process_moves_to_free_gpus():
     busy = [Node("n0", 8, frozenset(range(6))), Node("n1", 8, frozenset({0, 1, 2, 5}))]
-    assert lay_out([Need("student", 3, 2)], busy) == (Spot("n0", (6, 7)),)
-    assert lay_out([Need("student", 3, 3)], busy) == (Spot("n1", (3, 4, 6)),)
+    assert lay_out([Need("student", 3, 2)], busy) == (NodeSpot("n0", (6, 7)),)
+    assert lay_out([Need("student", 3, 3)], busy) == (NodeSpot("n1", (3, 4, 6)),)
     on_cpus = [Node("n0", 0, processes=2), Node("n1", 0, processes=1)]
-    assert lay_out([Need("student", 0, 0)], on_cpus) == (Spot("n1", ()),)
+    assert lay_out([Need("student", 0, 0)], on_cpus) == (NodeSpot("n1", ()),)
 
 
 @pytest.mark.parametrize(

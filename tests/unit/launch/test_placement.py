@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.launch.parts import LEARNER, Part, gpus_needed, learner_part, server_parts
+from megatron_opd.launch.parts import LEARNER, GpuPart, gpus_needed, learner_part, server_parts
 from megatron_opd.launch.placement import UNPLACED, Placement, gpu_text, place, place_server
 from tests.support.config_files import minimal
 
@@ -17,11 +17,11 @@ def node(count: int) -> tuple[str, ...]:
     return tuple(f"gpu{index}" for index in range(count))
 
 
-def part(key: str, groups: int, size: int, gpus: tuple[int, ...] | None = None) -> Part:
-    return Part(key, groups, size, f"{groups} x tp {size}", gpus)
+def part(key: str, groups: int, size: int, gpus: tuple[int, ...] | None = None) -> GpuPart:
+    return GpuPart(key, groups, size, f"{groups} x tp {size}", gpus)
 
 
-def shapes(most: int) -> st.SearchStrategy[list[Part]]:
+def shapes(most: int) -> st.SearchStrategy[list[GpuPart]]:
     """The learner and up to three roles; no list yet."""
     server = st.tuples(st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 8]))
     roles = st.lists(server, min_size=1, max_size=most)
@@ -37,7 +37,7 @@ def shapes(most: int) -> st.SearchStrategy[list[Part]]:
 
 
 @st.composite
-def with_lists(draw: st.DrawFn) -> tuple[list[Part], int]:
+def with_lists(draw: st.DrawFn) -> tuple[list[GpuPart], int]:
     """Parts, some of which name their GPUs, and a node on which all of it fits."""
     parts = draw(shapes(3))
     total = sum(each.total for each in parts) + draw(st.integers(0, 5))
@@ -47,7 +47,7 @@ def with_lists(draw: st.DrawFn) -> tuple[list[Part], int]:
         named = draw(st.booleans())
         taken, order = (order[: each.total], order[each.total :]) if named else (None, order)
         gpus = None if taken is None else tuple(taken)
-        found.append(Part(each.key, each.groups, each.size, each.count, gpus))
+        found.append(GpuPart(each.key, each.groups, each.size, each.count, gpus))
     return found, total
 
 
@@ -56,7 +56,7 @@ def uses(placement: Placement) -> Counter[int]:
     return Counter(gpu for group in groups for gpu in group)
 
 
-def check_complete(parts: list[Part], placement: Placement, num_gpus: int) -> None:
+def check_complete(parts: list[GpuPart], placement: Placement, num_gpus: int) -> None:
     """Every part has its number of groups of its size, of GPUs that exist and differ."""
     assert list(placement.groups) == [each.key for each in parts]
     for each in parts:
@@ -70,7 +70,7 @@ def check_complete(parts: list[Part], placement: Placement, num_gpus: int) -> No
 
 
 @given(with_lists())
-def test_no_gpu_is_used_twice_and_lists_are_kept(drawn: tuple[list[Part], int]):
+def test_no_gpu_is_used_twice_and_lists_are_kept(drawn: tuple[list[GpuPart], int]):
     parts, num_gpus = drawn
     placement = place(parts, node(num_gpus))
     check_complete(parts, placement, num_gpus)
@@ -79,7 +79,7 @@ def test_no_gpu_is_used_twice_and_lists_are_kept(drawn: tuple[list[Part], int]):
 
 
 @given(shapes(3), st.integers(0, 5))
-def test_groups_are_neighbours_and_in_order(parts: list[Part], spare: int):
+def test_groups_are_neighbours_and_in_order(parts: list[GpuPart], spare: int):
     """Without lists they fit exactly into as many GPUs as they need."""
     needed = gpus_needed(parts)
     assert needed == sum(each.total for each in parts)
@@ -93,7 +93,7 @@ def test_groups_are_neighbours_and_in_order(parts: list[Part], spare: int):
 
 
 @given(shapes(3))
-def test_with_room_no_group_crosses_a_block(parts: list[Part]):
+def test_with_room_no_group_crosses_a_block(parts: list[GpuPart]):
     placement = place(parts, node(8 * (2 + 12)))
     for groups in placement.groups.values():
         for group in groups:
@@ -102,7 +102,7 @@ def test_with_room_no_group_crosses_a_block(parts: list[Part]):
 
 
 @given(with_lists(), st.integers(1, 20))
-def test_too_few_gpus_are_refused_unless_shared(drawn: tuple[list[Part], int], num_gpus: int):
+def test_too_few_gpus_are_refused_unless_shared(drawn: tuple[list[GpuPart], int], num_gpus: int):
     parts, _ = drawn
     parts = [each for each in parts if all(gpu < num_gpus for gpu in each.gpus or ())]
     if not parts:
@@ -183,7 +183,7 @@ def test_a_node_without_gpus_gives_none():
         ),
     ],
 )
-def test_refusals_name_everything(parts: list[Part], num_gpus: int, words: str):
+def test_refusals_name_everything(parts: list[GpuPart], num_gpus: int, words: str):
     with pytest.raises(ValueError, match="GPU") as refused:
         place(parts, node(num_gpus))
     assert str(refused.value) == words
@@ -260,7 +260,7 @@ def test_named_gpus_of_parts_that_work_in_turn():
 
 @given(shapes(3), st.integers(1, 40))
 @settings(deadline=None)
-def test_turns_take_what_the_others_leave(parts: list[Part], num_gpus: int):
+def test_turns_take_what_the_others_leave(parts: list[GpuPart], num_gpus: int):
     turns = (LEARNER, "role0")
     if gpus_needed(parts, turns) > num_gpus:
         with pytest.raises(ValueError, match="need"):

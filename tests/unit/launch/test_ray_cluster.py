@@ -17,7 +17,7 @@ from benchmarks.raylets import RAYLET
 from benchmarks.raylets import ray_cluster as started_cluster
 from megatron_opd.config.ray import RayConfig
 from megatron_opd.launch import ray_cluster
-from megatron_opd.launch.launcher import CannotPlace, Need, Place, Process, ProcessSpec
+from megatron_opd.launch.launcher import CannotPlace, Need, NodePlace, Process, ProcessSpec
 from megatron_opd.launch.ray_cluster import RayLauncher
 from megatron_opd.launch.ray_process import LOST
 from tests.support.paths import ROOT
@@ -61,7 +61,7 @@ def launcher(cluster: Any) -> Iterator[RayLauncher]:
     launcher.close()
 
 
-def started(launcher: RayLauncher, place: Place, log: Path, *arguments: str) -> Process:
+def started(launcher: RayLauncher, place: NodePlace, log: Path, *arguments: str) -> Process:
     spec = ProcessSpec(log.stem, arguments, {"WORD": "secret"}, log)
     process = launcher.process(spec, place)
     process.start()
@@ -75,7 +75,7 @@ def until(holds: Callable[[], object], timeout_s: float = 60.0) -> None:
         time.sleep(0.05)
 
 
-def raylet_of(cluster: Any, place: Place) -> Any:
+def raylet_of(cluster: Any, place: NodePlace) -> Any:
     """The made-up machine of a place, which is named like `127.0.0.1 (1c604a0f)`."""
     (node,) = (node for node in cluster.worker_nodes if node.node_id[:8] in place.node)
     return node

@@ -6,8 +6,8 @@ import pytest
 
 from megatron_opd.launch.launcher import CannotPlace, Need
 from megatron_opd.launch.ray_room import (
+    BundleSpot,
     Capacity,
-    Spot,
     capacity,
     check_possible,
     in_order,
@@ -90,18 +90,18 @@ def test_bundles_are_given_out_by_address_node_and_gpu():
     """Bundle order is not node order, and 10.0.0.9 comes before 10.0.0.10."""
     needs = [Need("learner", index, 4) for index in range(5)]
     spots = [
-        Spot("10.0.0.10", "b", ("0", "1", "2", "3"), 1),
-        Spot("10.0.0.9", "a", ("10", "11", "12", "13"), 2),
-        Spot("10.0.0.9", "a", ("9", "8", "7", "6"), 3),
-        Spot("node-name", "c", ("GPU-b", "GPU-c", "GPU-d", "GPU-e"), 4),
-        Spot("node-name", "c", ("GPU-a", "GPU-f", "GPU-g", "GPU-h"), 5),
+        BundleSpot("10.0.0.10", "b", ("0", "1", "2", "3"), 1),
+        BundleSpot("10.0.0.9", "a", ("10", "11", "12", "13"), 2),
+        BundleSpot("10.0.0.9", "a", ("9", "8", "7", "6"), 3),
+        BundleSpot("node-name", "c", ("GPU-b", "GPU-c", "GPU-d", "GPU-e"), 4),
+        BundleSpot("node-name", "c", ("GPU-a", "GPU-f", "GPU-g", "GPU-h"), 5),
     ]
     given = in_order(dict(zip(needs, spots, strict=True)))
     assert [given[need].index for need in needs] == [2, 1, 0, 4, 3]
 
 
 def test_only_needs_that_are_alike_exchange_bundles():
-    far, near = Spot("10.0.0.2", "b", ("0",), 1), Spot("10.0.0.1", "a", ("0",), 2)
+    far, near = BundleSpot("10.0.0.2", "b", ("0",), 1), BundleSpot("10.0.0.1", "a", ("0",), 2)
     one, other, large = Need("student", 0, 1), Need("teacher", 0, 1), Need("student", 1, 2)
     needs = {one: far, other: near, large: near}
     assert in_order(needs) == {need: need for need in needs}

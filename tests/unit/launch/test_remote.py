@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_opd.launch.launcher import CannotPlace, Need, Place, ProcessSpec
-from megatron_opd.launch.remote import RemoteLearner, RemoteServer
+from megatron_opd.launch.launcher import CannotPlace, Need, NodePlace, ProcessSpec
+from megatron_opd.launch.remote import RemoteLearnerProcess, RemoteServer
 from sglang_bridge.errors import PortInUse, ServerDied
 from tests.support.launching import Cluster
 
@@ -37,7 +37,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def server(cluster: Cluster, tmp_path: Path, program: str, said: list[str]) -> RemoteServer:
-    def make(place: Place, log: Path) -> ProcessSpec:
+    def make(place: NodePlace, log: Path) -> ProcessSpec:
         return ProcessSpec("student server", ("-c", program, str(place.port)), {}, log)
 
     (place,) = cluster.reserve([Need("student", 0, 0)], said.append)
@@ -106,8 +106,8 @@ def test_a_server_that_is_not_ready_in_time_is_ended(cluster: Cluster, tmp_path:
     assert one.exit_code() is not None
 
 
-def learner(cluster: Cluster, tmp_path: Path, *programs: str) -> RemoteLearner:
-    def make(places: Sequence[Place], log: Path) -> Sequence[ProcessSpec]:
+def learner(cluster: Cluster, tmp_path: Path, *programs: str) -> RemoteLearnerProcess:
+    def make(places: Sequence[NodePlace], log: Path) -> Sequence[ProcessSpec]:
         return [
             ProcessSpec(f"node {i}", ("-c", program), {}, log.with_name(f"{i}-{log.name}"))
             for i, program in enumerate(programs)
@@ -115,7 +115,7 @@ def learner(cluster: Cluster, tmp_path: Path, *programs: str) -> RemoteLearner:
 
     needs = [Need("learner", i, 0) for i in range(len(programs))]
     places = cluster.reserve(needs, lambda line: None)
-    return RemoteLearner(cluster, places, make, tmp_path / "learner.log", lambda line: None)
+    return RemoteLearnerProcess(cluster, places, make, tmp_path / "learner.log", lambda line: None)
 
 
 def until(happened: Callable[[], bool]) -> None:

@@ -11,7 +11,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_opd.launch.launcher import CannotPlace, Launcher, Need, Place, Process, ProcessSpec
+from megatron_opd.launch.launcher import (
+    CannotPlace,
+    Launcher,
+    Need,
+    NodePlace,
+    Process,
+    ProcessSpec,
+)
 from megatron_opd.launch.slurm import SlurmLauncher
 from tests.support.slurm import StandInNode, StandInSlurm
 
@@ -188,7 +195,7 @@ def test_nodes_without_gpus(slurm: StandInSlurm):
 
 
 @pytest.mark.parametrize("use", [lambda it: it.host, lambda it: it.reserve(NEEDS, quiet)])
-def test_outside_an_allocation(monkeypatch, use: Callable[[SlurmLauncher], Place]):
+def test_outside_an_allocation(monkeypatch, use: Callable[[SlurmLauncher], NodePlace]):
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     with pytest.raises(CannotPlace, match="needs an allocation, and SLURM_JOB_ID is not set"):
         use(SlurmLauncher())

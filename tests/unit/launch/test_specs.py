@@ -6,7 +6,7 @@ import pytest
 
 from megatron_opd.cli.main import build_parser
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.launch.launcher import Need, Place
+from megatron_opd.launch.launcher import Need, NodePlace
 from megatron_opd.launch.specs import (
     KEY_VARIABLE,
     ON_GPUS,
@@ -24,9 +24,10 @@ def learner(**parallel: int) -> LearnerConfig:
     return LearnerConfig.model_validate({"parallel": parallel})
 
 
-def places(count: int, gpus: int) -> list[Place]:
+def places(count: int, gpus: int) -> list[NodePlace]:
     return [
-        Place(Need("learner", i, gpus), f"10.0.0.{i + 1}", 29500 + i, f"n{i}") for i in range(count)
+        NodePlace(Need("learner", i, gpus), f"10.0.0.{i + 1}", 29500 + i, f"n{i}")
+        for i in range(count)
     ]
 
 
@@ -55,7 +56,7 @@ def test_ranks_that_leave_a_node_half_empty_are_refused():
     ],
 )
 def test_a_server_is_opd_serve_at_its_own_address(role: str, kind: str, name: str | None):
-    place = Place(Need(role, 3, 2), "10.0.0.7", 31003, "n7")
+    place = NodePlace(Need(role, 3, 2), "10.0.0.7", 31003, "n7")
     spec = server_spec(FILE, role, place, LOG, "a secret", {"NCCL_DEBUG": "WARN"})
     dash_m, module, *words = spec.arguments
     assert (dash_m, module) == ("-m", "megatron_opd")
@@ -74,7 +75,7 @@ def test_a_server_is_opd_serve_at_its_own_address(role: str, kind: str, name: st
 
 
 def test_a_server_with_a_named_key_gets_none():
-    place = Place(Need("student", 0, 1), "h", 31000, "n")
+    place = NodePlace(Need("student", 0, 1), "h", 31000, "n")
     spec = server_spec(FILE, "student", place, LOG, None, {})
     assert spec.env == {}
     assert "api_key_env" not in " ".join(spec.arguments)

@@ -10,7 +10,7 @@ import zmq
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner import channel as channel_module
-from megatron_opd.learner.channel import Channel, ControllerLost, NotWelcome
+from megatron_opd.learner.channel import ControllerChannel, ControllerLost, NotWelcome
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.remote_learner import Admission, LearnerError, RemoteLearner
 from megatron_opd.wire.keys import RankKeys, RunKeys
@@ -34,13 +34,13 @@ def test_a_rank_joins_receives_requests_and_reports_failures():
         answer = threading.Thread(target=lambda: welcome(socket))
         answer.start()
         try:
-            assert rank.join(hello()) == m.Welcome(None, "", False)
+            assert rank.join(hello()) == m.RankWelcome(None, "", False)
             answer.join()
             rank.report(ValueError("learner.parallel:\n  tp \x1b[31m"), final=True)
             identity, frame = socket.recv_multipart()
-            assert m.decode_reply([frame]) == m.Failed(0, "learner.parallel: tp \\x1b[31m")
+            assert m.decode_reply([frame]) == m.RankError(0, "learner.parallel: tp \\x1b[31m")
             rank.report(RuntimeError("boom"), final=False)
-            boom = m.Failed(0, "RuntimeError: boom", final=False)
+            boom = m.RankError(0, "RuntimeError: boom", final=False)
             assert m.decode_reply(socket.recv_multipart()[1:]) == boom
             socket.send_multipart([identity, m.encode(m.Stop(9)), b"raw"])
             request, frames = rank.receive(HEAD)
@@ -53,7 +53,7 @@ def test_a_rank_joins_receives_requests_and_reports_failures():
 def welcome(socket: zmq.Socket[bytes]) -> None:
     identity, frame = socket.recv_multipart()
     assert m.decode_reply([frame]) == hello()
-    socket.send_multipart([identity, m.encode(m.Welcome(None, "", False))])
+    socket.send_multipart([identity, m.encode(m.RankWelcome(None, "", False))])
 
 
 def test_a_rank_waits_for_keys_and_gives_up_on_a_controller_that_never_was():
@@ -89,11 +89,11 @@ def test_a_rank_shows_the_keys_of_the_controller_that_came_after_an_earlier_one(
         answer = threading.Thread(target=lambda: welcome(socket))
         answer.start()
         try:
-            assert isinstance(rank.join(hello()), m.Welcome)
+            assert isinstance(rank.join(hello()), m.RankWelcome)
             answer.join()
             latest[0] = RunKeys.make().ranks  # a newer controller's, which is not for this rank
             rank.report(ValueError("last words"), final=True)
-            assert m.decode_reply(socket.recv_multipart()[1:]) == m.Failed(0, "last words")
+            assert m.decode_reply(socket.recv_multipart()[1:]) == m.RankError(0, "last words")
         finally:
             rank.close()
 
@@ -129,7 +129,7 @@ def test_a_rank_that_is_refused_is_told_why_and_the_controller_fails():
     asyncio.run(main())
 
 
-def join(rank: Channel, socket: zmq.Socket[bytes]) -> None:
+def join(rank: ControllerChannel, socket: zmq.Socket[bytes]) -> None:
     """The rank joins and `socket` welcomes it."""
     answer = threading.Thread(target=lambda: welcome(socket))
     answer.start()
@@ -137,7 +137,7 @@ def join(rank: Channel, socket: zmq.Socket[bytes]) -> None:
     answer.join()
 
 
-def assert_told_of_the_end(rank: Channel, lost: queue.Queue[str]) -> None:
+def assert_told_of_the_end(rank: ControllerChannel, lost: queue.Queue[str]) -> None:
     try:
         assert lost.get(timeout=5) == f"the controller at {rank.address} is gone: this rank ends"
     finally:

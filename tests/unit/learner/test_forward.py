@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megatron_opd.learner import student_logp
 from megatron_opd.learner.routing import MicroRouting
 from megatron_opd.losses import lean
-from megatron_opd.losses.fused import Shape, fused_passes
+from megatron_opd.losses.fused import KernelShape, fused_passes
 from megatron_opd.losses.ratios import NUM_BINS
 from tests.support.far_device import FAR, FarDevice, far
 from tests.support.loss_cases import estimator
@@ -76,7 +76,7 @@ def test_pairs_without_weight_are_in_no_ratio(owner: str):
 def test_planning_kernels_waits_for_nothing():
     row_N, id_N = (far(torch.randint(0, 9, (50,))) for _ in range(2))
     with FarDevice() as seen:
-        fused_passes((9, 9), row_N, id_N, None, None, Shape(), kernels=lean)
+        fused_passes((9, 9), row_N, id_N, None, None, KernelShape(), kernels=lean)
     assert not seen.waits
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_opd.losses.fused import Shape, can_fuse, fused_passes, shape_of
+from megatron_opd.losses.fused import KernelShape, can_fuse, fused_passes, shape_of
 from megatron_opd.losses.lean import lean_logp
 from megatron_opd.losses.tiles import Tiles
 from sglang_bridge.ports import free_port
@@ -121,7 +121,7 @@ def test_a_pair_outside_the_logits_is_an_error():
     shape, row_N, id_N = (4, 9), torch.tensor([0, 3]), torch.tensor([0, 9])
 
     with pytest.raises(RuntimeError, match=r"\(row, id\) must lie in \[4, 9\] logits"):
-        fused_passes(shape, row_N, id_N, None, None, Shape())
+        fused_passes(shape, row_N, id_N, None, None, KernelShape())
 
 
 def test_only_a_gpu_has_kernels():
@@ -142,5 +142,5 @@ def test_no_entropy_is_made_that_is_not_asked_for():
 def test_tiles_of_float32_are_small_enough_for_exact_products():
     wide, narrow = shape_of(torch.float32), shape_of(torch.bfloat16)
 
-    assert (narrow.rows, narrow.ids) == (Shape.rows, Shape.ids)
+    assert (narrow.rows, narrow.ids) == (KernelShape.rows, KernelShape.ids)
     assert wide.rows * wide.ids < narrow.rows * narrow.ids

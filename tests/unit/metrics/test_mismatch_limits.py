@@ -18,8 +18,8 @@ from megatron_opd.metrics.mismatch_limits import (
     QUANTISED_FREE,
     TENSOR_FLOAT,
     Bound,
-    Gap,
-    Limits,
+    MismatchGap,
+    MismatchLimits,
     limits_of,
     why_not,
 )
@@ -58,7 +58,9 @@ HALVES = {"dtype": "bfloat16"}
         ({"learner": {"megatron": {"fp8": "hybrid"}}}, False, True, QUANTISED),
     ],
 )
-def test_which_limits_apply(sections: dict[str, Any], experts: bool, gpu: bool, expected: Limits):
+def test_which_limits_apply(
+    sections: dict[str, Any], experts: bool, gpu: bool, expected: MismatchLimits
+):
     assert limits_of(config(**sections), experts=experts, gpu=gpu) == expected
 
 
@@ -69,7 +71,7 @@ def test_a_server_that_rounds_by_an_extra_argument_has_the_limits_of_quantised_o
 
 def test_a_lower_temperature_widens_the_limits_and_a_higher_one_does_not():
     cold = limits_of(config(rollout={"temperature": 0.5}), experts=False, gpu=False)
-    assert cold == Limits(2 * EXACT.mean_abs_dp, 4 * EXACT.mean_k3_nats)
+    assert cold == MismatchLimits(2 * EXACT.mean_abs_dp, 4 * EXACT.mean_k3_nats)
     assert limits_of(config(rollout={"temperature": 2.0}), experts=False, gpu=False) == EXACT
 
 
@@ -99,30 +101,34 @@ def test_what_cannot_be_compared_has_no_limits(
     st.floats(1e-6, 1),
 )
 def test_both_means_must_be_within_limits(tokens: list[tuple[float, float]], dp: float, k3: float):
-    gap = Gap()
+    gap = MismatchGap()
     for abs_dp, k3_nats in tokens:
-        gap = gap.plus(Gap(1, abs_dp, k3_nats))
+        gap = gap.plus(MismatchGap(1, abs_dp, k3_nats))
     few = 1 + 64 / len(tokens)
     means = [math.fsum(column) / len(tokens) for column in zip(*tokens, strict=True)]
     if all(abs(mean - few * most) > 1e-9 for mean, most in zip(means, (dp, k3), strict=True)):
-        assert Limits(dp, k3).allow(gap) == (means[0] <= few * dp and means[1] <= few * k3)
+        assert MismatchLimits(dp, k3).allow(gap) == (means[0] <= few * dp and means[1] <= few * k3)
 
 
 def test_no_token_is_no_reason_and_no_number_is_one():
-    assert Limits(0.0, 0.0).allow(Gap())
-    for gap in (Gap(9, math.nan, 0.0), Gap(9, 0.0, math.nan), Gap(9, math.inf, 0.0)):
-        assert not Limits(1.0, 1.0).allow(gap)
+    assert MismatchLimits(0.0, 0.0).allow(MismatchGap())
+    for gap in (
+        MismatchGap(9, math.nan, 0.0),
+        MismatchGap(9, 0.0, math.nan),
+        MismatchGap(9, math.inf, 0.0),
+    ):
+        assert not MismatchLimits(1.0, 1.0).allow(gap)
 
 
 def test_updates_are_judged_together():
-    bound = Bound(Limits(0.1, 1.0), before=Gap(1000, 200.0, 0.0))
-    assert not bound.allows(Gap(1, 0.0, 0.0))
-    assert Bound(bound.limits).allows(Gap(1, 0.0, 0.0))
+    bound = Bound(MismatchLimits(0.1, 1.0), before=MismatchGap(1000, 200.0, 0.0))
+    assert not bound.allows(MismatchGap(1, 0.0, 0.0))
+    assert Bound(bound.limits).allows(MismatchGap(1, 0.0, 0.0))
 
 
 def test_one_token_of_a_healthy_mixture_that_is_far_off_is_no_alarm():
     """A |dp| as large as ever recorded, 0.87, beside what its other tokens had."""
-    assert HALF_FREE.allow(Gap(500, 0.87 + 499 * 0.016, 1.3 + 499 * 0.02))
+    assert HALF_FREE.allow(MismatchGap(500, 0.87 + 499 * 0.016, 1.3 + 499 * 0.02))
 
 
 def test_no_recorded_figure_is_a_false_alarm():

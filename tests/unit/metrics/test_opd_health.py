@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from megatron_opd.metrics.opd_health import Scored, likeliest, measure, tokens_with
+from megatron_opd.metrics.opd_health import ScoredSelection, likeliest, measure, tokens_with
 from sglang_bridge.protocol import Selection
 from tests.support.selections import select
 
@@ -25,12 +25,14 @@ def distributions(seed: int, tokens: int, near: float) -> tuple[np.ndarray, np.n
     return normalised(logits), normalised(other)
 
 
-def scored(p_TV: np.ndarray, q_TV: np.ndarray, top_k: int, draws: int, seed: int) -> Scored:
+def scored(
+    p_TV: np.ndarray, q_TV: np.ndarray, top_k: int, draws: int, seed: int
+) -> ScoredSelection:
     generator = np.random.default_rng(seed)
     ends = [sorted(ENDS)] * len(p_TV)
     student = select(p_TV, ends, top_k, draws, generator)
     rows = np.split(student.ids_N, student.offsets_T1[1:-1])
-    return Scored(student, select(q_TV, rows, top_k, draws, generator))
+    return ScoredSelection(student, select(q_TV, rows, top_k, draws, generator))
 
 
 def oracle(p_TV: np.ndarray, q_TV: np.ndarray) -> dict[str, float]:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron_opd.metrics.types import Depths, Phase, WeightSyncReport
-from megatron_opd.metrics.window import COLUMNS, Window
+from megatron_opd.metrics.window import COLUMNS, SyncWindow
 from megatron_opd.records.types import Batch, Sample, VersionSpan
 from tests.support.fakes import make_prompt, make_rollout, make_sample
 
@@ -26,7 +26,7 @@ def report(version: int, paused_from_s: float, resumed_s: float, held_s: float) 
 
 
 def test_a_window_counts_its_own_samples_and_begins_anew():
-    window = Window(group_size=2, version=0, now_s=0.0)
+    window = SyncWindow(group_size=2, version=0, now_s=0.0)
     window.moved(depths(3), 1.0)  # nothing was sampled before
     window.trained(Batch(0, 0, (sample(0, 0, 0), sample(1, 0, 0))), 4.0, 6.0)
     first = window.synced(report(1, 6.5, 7.0, 1.0), 8.0)
@@ -57,6 +57,6 @@ def test_a_window_counts_its_own_samples_and_begins_anew():
 
 
 def test_a_window_without_an_update_or_time_has_no_ratios():
-    window = Window(1, 4, 5.0)
+    window = SyncWindow(1, 4, 5.0)
     found = window.synced(report(4, 0.0, 0.0, 0.0), 5.0)
     assert found["window_partial_ratio"] is found["window_learner_idle_ratio"] is None

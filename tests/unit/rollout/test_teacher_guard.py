@@ -22,7 +22,7 @@ from megatron_opd.inputs import teachers as teacher_guard
 from megatron_opd.inputs.prepare import probes_of
 from megatron_opd.inputs.second_pass import SecondPass
 from megatron_opd.inputs.teachers import check_teachers, make_teacher_watch
-from megatron_opd.rollout.teacher_guard import BOUNDS_NATS, PASSAGE_PROMPT, Probe, probe
+from megatron_opd.rollout.teacher_guard import BOUNDS_NATS, PASSAGE_PROMPT, TeacherProbe, probe
 from sglang_bridge.errors import BadReply, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
 from sglang_bridge.retry import Backoff
@@ -120,7 +120,7 @@ class Server:
         return ScoreReply(self.score_with(self.logp, request))
 
 
-def probed(server: Server, **changes: Any) -> Probe:
+def probed(server: Server, **changes: Any) -> TeacherProbe:
     settings = {"temperature": 1.0, "max_new_tokens": 16, "vocab_size": V, "name": "t"}
     settings |= {"backoff": Backoff(attempts=1)} | changes
     return asyncio.run(probe(server, PROMPTS, **settings))

@@ -12,7 +12,7 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.evaluation.evaluations import Evaluations
-from megatron_opd.evaluation.progress import Progress, progress_from
+from megatron_opd.evaluation.progress import EvaluationProgress, progress_from
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.run.evaluations import EvaluatingKeeper, rows_of
@@ -188,4 +188,4 @@ def test_a_checkpoint_of_a_moment_in_between_knows_what_is_pending() -> None:
 
 
 def test_no_rows_are_an_empty_file() -> None:
-    assert rows_of(Progress()) == ""
+    assert rows_of(EvaluationProgress()) == ""

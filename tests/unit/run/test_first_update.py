@@ -9,9 +9,9 @@ import pytest
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.errors import UserError
-from megatron_opd.fleet.ends import Ends
+from megatron_opd.fleet.ends import FirstCause
 from megatron_opd.inputs.notes import notes
-from megatron_opd.metrics.mismatch_limits import ENOUGH, Bound, Gap, ModelsDiffer
+from megatron_opd.metrics.mismatch_limits import ENOUGH, Bound, MismatchGap, ModelsDiffer
 from megatron_opd.records.types import Batch
 from megatron_opd.run.batch_learner import BatchLearner
 from megatron_opd.run.first_update import NOT_JUDGED, MismatchJudge
@@ -45,7 +45,7 @@ class Remote:
     async def train(self, parts: Any, bound: Bound | None) -> UpdateMetrics:
         self.bounds.append(bound)
         tokens, mean = self.updates.pop(0)
-        gap = Gap(tokens, tokens * mean, tokens * mean)
+        gap = MismatchGap(tokens, tokens * mean, tokens * mean)
         if bound is not None and not bound.allows(gap):
             raise ModelsDiffer(gap)
         return figures(tokens, mean)
@@ -67,7 +67,7 @@ def test_a_refusal_ends_the_run_as_a_mistake_of_the_user_with_figure_limit_and_r
     judge = judged("refuse", told)
     with pytest.raises(UserError) as refused:
         trained(judge, Remote((640, FAR)))
-    end = Ends(list).end(LoopFailed("learn", refused.value), "; logs", lambda _: "kept")
+    end = FirstCause(list).end(LoopFailed("learn", refused.value), "; logs", lambda _: "kept")
     assert type(end) is UserError, "exit code 2"
     line = str(end)
     assert "\n" not in line

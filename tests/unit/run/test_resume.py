@@ -13,7 +13,7 @@ from megatron_opd.checkpoint.state_files import sum_file
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET
-from megatron_opd.data.file_sums import Difference
+from megatron_opd.data.file_sums import FileDifference
 from megatron_opd.errors import UserError
 from megatron_opd.run.checkpoints import RUN
 from megatron_opd.run.resume import Change, find_resumption, reopen_run_dir
@@ -77,18 +77,18 @@ def test_rows_may_be_added_and_other_changes_of_the_data_must_be_accepted(tmp_pa
     file = tmp_path / "train.jsonl"
     file.write_text('{"prompt": "1+1="}\n{"prompt": "1+2="}\n')
     found = find_resumption(config)
-    assert found.begun.differences == (Difference.GROWN,)
+    assert found.begun.differences == (FileDifference.GROWN,)
     assert found.changes == ()
     file.write_text('{"prompt": "2+1="}\n')
     with pytest.raises(UserError, match=r"train\.jsonl has changed since .* --accept-changes data"):
         find_resumption(config)
     found = find_resumption(config, ["data.train"])
-    assert found.begun.differences == (Difference.CHANGED,)
+    assert found.begun.differences == (FileDifference.CHANGED,)
     (change,) = found.changes
     assert change.line.startswith('resumed at 2 updates with data.train changed from [["19 bytes')
     assert change.line in found.notes
     # what a process has in memory is not read again
-    assert find_resumption(config, data_in_memory=True).begun.differences == (Difference.NONE,)
+    assert find_resumption(config, data_in_memory=True).begun.differences == (FileDifference.NONE,)
     file.unlink()
     with pytest.raises(UserError, match=r"--resume: data\.train: data file not found"):
         find_resumption(config)

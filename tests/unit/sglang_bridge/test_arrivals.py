@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 from megatron_opd.sim.clock import run_virtual
-from sglang_bridge.arrivals import GRACE_S, Arrival, Arrivals, Phase
+from sglang_bridge.arrivals import GRACE_S, Arrival, ArrivalPhase, Arrivals
 from sglang_bridge.refusals import Refusals
 
 HEAD_S, LEAST_BYTES_S = 10.0, 1000.0
@@ -58,7 +58,7 @@ def test_a_head_has_its_time_and_no_more_however_many_bytes_come():
 def test_a_body_may_not_fall_behind_its_least_rate(rate: float, kept: bool):
     async def scenario(door: Door) -> None:
         arrival = door.arrival("a")
-        arrival.enter(Phase.BODY)
+        arrival.enter(ArrivalPhase.BODY)
         for _ in range(5000):
             await asyncio.sleep(1.0)
             arrival.receive(int(rate * LEAST_BYTES_S))
@@ -69,7 +69,7 @@ def test_a_body_may_not_fall_behind_its_least_rate(rate: float, kept: bool):
 def test_a_body_that_stops_is_closed_after_what_it_has_earned():
     async def scenario(door: Door) -> None:
         arrival = door.arrival("a")
-        arrival.enter(Phase.BODY)
+        arrival.enter(ArrivalPhase.BODY)
         arrival.receive(int(20 * LEAST_BYTES_S))
         await asyncio.sleep(100.0)
 
@@ -81,11 +81,11 @@ def test_what_came_while_the_event_loop_was_held_up_counts():
 
     async def scenario(door: Door) -> None:
         arrival = door.arrival("a")
-        arrival.enter(Phase.BODY)
+        arrival.enter(ArrivalPhase.BODY)
         await asyncio.sleep(HEAD_S + GRACE_S / 2)
         arrival.receive(int(5 * LEAST_BYTES_S))
         await asyncio.sleep(4.0)
-        arrival.enter(Phase.ANSWER)
+        arrival.enter(ArrivalPhase.ANSWER)
         await asyncio.sleep(100.0)
 
     assert on_its_clock(scenario).closed == {}
@@ -94,7 +94,7 @@ def test_what_came_while_the_event_loop_was_held_up_counts():
 def test_time_in_which_the_server_does_not_read_is_not_counted():
     async def scenario(door: Door) -> None:
         arrival = door.arrival("a")
-        arrival.enter(Phase.BODY)
+        arrival.enter(ArrivalPhase.BODY)
         door.paused = True
         await asyncio.sleep(95.0)
         door.paused = False
@@ -106,7 +106,7 @@ def test_time_in_which_the_server_does_not_read_is_not_counted():
 def test_who_is_answered_or_known_and_idle_has_no_clock():
     async def scenario(door: Door) -> None:
         answered, known, stranger = (door.arrival(name) for name in ("a", "k", "s"))
-        answered.enter(Phase.ANSWER)
+        answered.enter(ArrivalPhase.ANSWER)
         known.answered(known=True)
         stranger.answered(known=False)
         assert door.server.strangers == 1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_opd.sim.costs import EngineCost
-from megatron_opd.sim.engine import Engine, Job
+from megatron_opd.sim.engine import Engine, EngineJob
 
 TOLERANCE = 1e-9
 """Relative error of a finishing time: rounding alone."""
@@ -105,7 +105,7 @@ def by_steps(cost: EngineCost, jobs: list[tuple[int, int]], asks: list[Ask]) -> 
 
 def by_engine(cost: EngineCost, jobs: list[tuple[int, int]], asks: list[Ask]) -> Ended:
     engine = Engine(cost)
-    found = [Job(*job) for job in jobs]
+    found = [EngineJob(*job) for job in jobs]
     ended: Ended = {}
 
     def until(now_s: float) -> None:

@@ -10,15 +10,15 @@ from megatron_opd.sim.costs import EngineCost, LognormalLengths
 from megatron_opd.sim.engine import Engine
 from megatron_opd.sim.host import Host, OneByOne
 from megatron_opd.sim.lengths import LengthDraws
-from megatron_opd.sim.servers import Replies, Student, StudentClient
+from megatron_opd.sim.servers import Replies, SimulatedStudent, StudentClient
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.protocol import RolloutRequest
 
 
-def student() -> tuple[Student, StudentClient]:
+def student() -> tuple[SimulatedStudent, StudentClient]:
     """A server whose responses have 11 tokens and take 10 s, and its client."""
     host = Host()
-    server = Student("http://s:1", lambda: Engine(EngineCost(step_s=1.0)), host)
+    server = SimulatedStudent("http://s:1", lambda: Engine(EngineCost(step_s=1.0)), host)
     lengths = LengthDraws(LognormalLengths(mean=11.0), 100, 0)
     replies = Replies(SharedArrays(), lengths, 0.0, OneByOne(host, 0.0).work)
     return server, StudentClient(server, replies)

@@ -8,7 +8,7 @@ import pytest
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost
 from megatron_opd.sites.hub import NoSiteLeft
 from megatron_opd.sites.intake import TooLate
-from megatron_opd.sites.messages import Farewell, Leaving, Serving, Task, Want, Welcome
+from megatron_opd.sites.messages import Farewell, Leaving, Serving, SiteTask, SiteWelcome, Want
 from megatron_opd.transport.samples import encode_sample
 from megatron_opd.wire.link.events import Restarted
 from tests.support.fakes import Teacher, make_prompt
@@ -21,7 +21,7 @@ def test_a_site_gets_prompts_and_its_samples_reach_the_controller():
             await sites.ask(0, 1, 2)
             await sites.comes("a")
             assert sites.given("a") == [0, 1]  # as many as it has slots
-            assert prompt_ids(sites.told("a", Task)[0]) == [0, 1, 2]
+            assert prompt_ids(sites.told("a", SiteTask)[0]) == [0, 1, 2]
             sent = await sites.finishes("a", 1)
             rollout = sites.got(1)
             assert rollout.engine == "a"
@@ -139,7 +139,7 @@ def test_what_a_returning_site_holds_is_not_given_again():
             await sites.ask(0, 1)
             await sites.finishes("a", 1)
             await sites.comes("a", holds=[0, 1])
-            assert sites.told("a", Welcome)[-1].wanted == [0]
+            assert sites.told("a", SiteWelcome)[-1].wanted == [0]
             assert sites.given("a") == [0, 1]
             await sites.finishes("a", 0)
             assert sites.got(0).prompt.uid == 0
@@ -151,7 +151,7 @@ def test_a_resumed_run_takes_what_a_site_finished_before_it_asks():
     async def run():
         async with Sites(("a",), resumed={3}, next_uid=5, version=2) as sites:
             await sites.comes("a", slots=4, holds=[2, 3, 6])
-            assert sites.told("a", Welcome)[0].wanted == [3, 6]
+            assert sites.told("a", SiteWelcome)[0].wanted == [3, 6]
             await sites.finishes("a", 3, version=2)
             await sites.finishes("a", 3, version=2)
             await sites.ask(3, 6)
@@ -318,7 +318,7 @@ def test_a_site_with_another_clock_is_refused(offset_s, welcome):
         async with Sites(("a",)) as sites:
             sites.links.offset_s = offset_s
             await sites.comes("a")
-            assert bool(sites.told("a", Welcome)) is welcome
+            assert bool(sites.told("a", SiteWelcome)) is welcome
             assert ("sites.max_clock_skew_s = 30" in sites.said[0]) is not welcome
 
     asyncio.run(run())
@@ -354,7 +354,7 @@ def test_a_site_is_quarantined_after_so_many_faults():
             assert not sites.tasks[1].done()
             await sites.comes("a")
             assert len(sites.told("a", Farewell)) == 2
-            assert len(sites.told("a", Welcome)) == 1
+            assert len(sites.told("a", SiteWelcome)) == 1
             await sites.finishes("b", 0)
             assert sites.got(0).engine == "b"
             assert sites.hub.columns()["sites_quarantined"] == 1
@@ -454,7 +454,7 @@ def test_the_end_of_a_run_waits_for_who_has_not_heard_of_it():
             assert sites.hub.unaware == ["b"]
             await sites.comes("b")  # another process, to which nothing is on its way
             assert sites.told("b", Farewell) == [Farewell(None)] * 2
-            assert len(sites.told("b", Welcome)) == 1
+            assert len(sites.told("b", SiteWelcome)) == 1
             sites.links.waiting = set()
             assert sites.hub.unaware == []
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from megatron_opd.sites.messages import Again, Farewell, Forget, Task, Want, Welcome
+from megatron_opd.sites.messages import Again, Farewell, Forget, SiteTask, SiteWelcome, Want
 from tests.support.hub_links import Sites
 
 
@@ -30,7 +30,7 @@ def test_a_run_that_goes_back_to_a_checkpoint_asks_every_site_that_is_there_to_b
             await sites.ask(0, 1)
             assert sites.given("a") == [0, 1], "nothing before its Hello"
             await sites.greets("a", holds=[0])
-            welcome = sites.told("a", Welcome)[-1]
+            welcome = sites.told("a", SiteWelcome)[-1]
             assert (welcome.run, welcome.wanted) == ("run after a loss", [0])
             await sites.versions.offer(1)
             await sites.serves("a", 1)
@@ -106,11 +106,11 @@ def test_every_prompt_is_answered_once_however_often_a_run_goes_back(seed: int):
             def look(name: str) -> set[int]:
                 """What a site holds now: what it was given and has neither answered nor forgot."""
                 for each in sites.links.told.get(name, [])[seen[name] :]:
-                    if isinstance(each, Task):
+                    if isinstance(each, SiteTask):
                         held[name].add(each.uid)
                     elif isinstance(each, Forget):
                         held[name] -= set(each.uids)
-                    elif isinstance(each, Welcome):
+                    elif isinstance(each, SiteWelcome):
                         held[name] &= set(each.wanted)
                 seen[name] = len(sites.links.told.get(name, []))
                 return held[name]
@@ -159,7 +159,7 @@ def test_a_quarantined_site_stays_so_when_the_run_goes_back():
             await sites.start_over()
             assert sites.told("a", Again) == []
             await sites.greets("a")
-            assert len(sites.told("a", Welcome)) == 1
+            assert len(sites.told("a", SiteWelcome)) == 1
             assert len(sites.told("a", Farewell)) == 2
 
     asyncio.run(run())

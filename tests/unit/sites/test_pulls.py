@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from megatron_opd.sites import pulls as pulls_module
-from megatron_opd.sites.messages import Offer, Piece, Want
+from megatron_opd.sites.messages import FilePiece, Offer, Want
 from megatron_opd.sites.mirror import BadOffer, Mirror
 from megatron_opd.sites.pulls import TRIES, WINDOW, Pulls
 from tests.support.site_versions import Written, files_of, is_served
@@ -60,7 +60,7 @@ class Learner:
             self.left -= len(data)
             if self.left < 0:
                 return
-        piece = Piece(want.name, want.file, want.start)
+        piece = FilePiece(want.name, want.file, want.start)
         self.pulls.arrived(piece, self.edit(want, data))
 
     def begin(self, mirror: Mirror, hold: Callable[[int], float] | None = None) -> Pulls:
@@ -163,11 +163,11 @@ def test_pieces_that_end_anywhere_leave_nothing_that_could_be_served(
 
 def test_pieces_in_any_order_make_the_same_file(tmp_path: Path, written: Written):
     offer, mirror, learner = written.write(1, CONTENT), mirror_of(tmp_path), Learner(written)
-    waiting: list[tuple[Piece, bytes]] = []
+    waiting: list[tuple[FilePiece, bytes]] = []
 
     async def keep(want: Want) -> None:
         data = written.read(want.name, want.file)[want.start : want.stop]
-        waiting.append((Piece(want.name, want.file, want.start), data))
+        waiting.append((FilePiece(want.name, want.file, want.start), data))
 
     async def answer() -> None:
         assert learner.pulls is not None
@@ -265,11 +265,11 @@ def test_bytes_that_were_not_asked_for_change_nothing(tmp_path: Path, written: W
     def meddle(want: Want, data: bytes) -> bytes:
         assert learner.pulls is not None
         for piece, more in (
-            (Piece("../../etc", want.file, want.start), bytes(len(data))),
-            (Piece(want.name, "../owner", want.start), bytes(len(data))),
-            (Piece(want.name, want.file, want.start + 1), bytes(len(data))),
-            (Piece(want.name, want.file, want.start), data + b"x"),
-            (Piece(want.name, want.file, -1), b""),
+            (FilePiece("../../etc", want.file, want.start), bytes(len(data))),
+            (FilePiece(want.name, "../owner", want.start), bytes(len(data))),
+            (FilePiece(want.name, want.file, want.start + 1), bytes(len(data))),
+            (FilePiece(want.name, want.file, want.start), data + b"x"),
+            (FilePiece(want.name, want.file, -1), b""),
         ):
             learner.pulls.arrived(piece, more)
         return data

@@ -9,18 +9,18 @@ import pytest
 
 from megatron_opd.sites.messages import (
     Again,
-    Done,
     Farewell,
+    FilePiece,
     Forget,
     Gone,
-    Hello,
     Leaving,
-    Missing,
+    MissingPiece,
     Offer,
-    Piece,
     Serving,
+    SiteDone,
+    SiteHello,
+    SiteWelcome,
     Want,
-    Welcome,
 )
 from megatron_opd.sites.sampling import NoSuchTeacher
 from megatron_opd.transport.samples import decode_sample
@@ -63,16 +63,16 @@ def test_a_site_says_what_it_is_samples_what_it_is_given_and_sends_it(tmp_path: 
     async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
         world.servers.rejects.add(8)
         world.link.starts()
-        await until(lambda: world.link.got(Hello), serving)
-        (hello,) = world.link.got(Hello)
+        await until(lambda: world.link.got(SiteHello), serving)
+        (hello,) = world.link.got(SiteHello)
         assert msgspec.structs.replace(hello, clock_s=0.0) == HELLO
         assert hello.clock_s > 1e9
-        world.link.tell(Welcome("r1", 10, []))
+        world.link.tell(SiteWelcome("r1", 10, []))
         world.link.tell(task_of(7))
         world.link.tell(task_of(8))
-        await until(lambda: world.link.got(Done) and world.link.got(Gone), serving)
+        await until(lambda: world.link.got(SiteDone) and world.link.got(Gone), serving)
         assert world.link.got(Gone) == [Gone(8, "empty_response", "prompt 8")]
-        (done,) = world.link.got(Done)
+        (done,) = world.link.got(SiteDone)
         assert (done.uid, done.finish_reason, done.reward, done.engine) == (
             *(7, "stop", 0.5),
             "student-0",
@@ -98,13 +98,13 @@ def test_without_an_offer_it_samples_with_version_0_and_else_first_takes_the_new
         world.welcome()
         world.offers(written, second, first)
         world.link.tell(task_of(1))
-        await until(lambda: world.link.got(Done), serving)
+        await until(lambda: world.link.got(SiteDone), serving)
         assert world.servers.taken == [second.name], "the older one is not even taken"
         kinds = [type(message) for message, _ in world.link.sent]
-        assert kinds.index(Serving) < kinds.index(Done)
+        assert kinds.index(Serving) < kinds.index(SiteDone)
         assert world.link.got(Serving) == [Serving(4)]
         assert world.held.count == 1
-        (frames,) = [frames for message, frames in world.link.sent if isinstance(message, Done)]
+        (frames,) = [frames for message, frames in world.link.sent if isinstance(message, SiteDone)]
         assert decode_sample(1, frames).rollout.oldest_version == 4
 
     play(tmp_path, scene)
@@ -114,7 +114,7 @@ def test_while_a_newer_version_comes_it_samples_with_what_it_has(tmp_path: Path,
     async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
         world.welcome()
         world.link.tell(task_of(1))
-        await until(lambda: world.link.got(Done), serving)
+        await until(lambda: world.link.got(SiteDone), serving)
         offer = written.write(5, CONTENT)
         world.servers.hold(2)
         world.link.tell(task_of(2))
@@ -122,14 +122,14 @@ def test_while_a_newer_version_comes_it_samples_with_what_it_has(tmp_path: Path,
         world.link.tell(offer)
         await until(lambda: world.link.got(Want), serving)
         world.link.tell(task_of(3))  # no bytes of version 5 are here yet
-        await until(lambda: len(world.link.got(Done)) == 2, serving)
+        await until(lambda: len(world.link.got(SiteDone)) == 2, serving)
         world.offers(written)
         for want in world.link.got(Want):
             world.link.answer(want)
         await until(lambda: world.link.got(Serving), serving)
         world.servers.gates[2].set()
-        await until(lambda: len(world.link.got(Done)) == 3, serving)
-        frames = [frames for message, frames in world.link.sent if isinstance(message, Done)]
+        await until(lambda: len(world.link.got(SiteDone)) == 3, serving)
+        frames = [frames for message, frames in world.link.sent if isinstance(message, SiteDone)]
         spans = [[span.version for span in decode_sample(0, each).rollout.spans] for each in frames]
         assert spans == [[0], [0], [0, 5]]
 
@@ -144,7 +144,7 @@ def test_no_sample_of_a_version_goes_before_the_learner_was_told_that_it_is_serv
     async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
         world.welcome()
         world.link.tell(task_of(1))
-        await until(lambda: world.link.got(Done), serving)
+        await until(lambda: world.link.got(SiteDone), serving)
         finish, sync = asyncio.Event(), world.servers.sync
 
         async def slow(version: int) -> None:
@@ -156,11 +156,11 @@ def test_no_sample_of_a_version_goes_before_the_learner_was_told_that_it_is_serv
         await until(lambda: world.servers.version == 5, serving)
         world.link.tell(task_of(2))
         await until(lambda: 2 in world.sampling._finished, serving)
-        assert len(world.link.got(Done)) == 1
+        assert len(world.link.got(SiteDone)) == 1
         finish.set()
-        await until(lambda: len(world.link.got(Done)) == 2, serving)
+        await until(lambda: len(world.link.got(SiteDone)) == 2, serving)
         kinds = [type(message) for message, _ in world.link.sent]
-        assert kinds[-2:] == [Serving, Done]
+        assert kinds[-2:] == [Serving, SiteDone]
 
     play(tmp_path, scene)
 
@@ -188,9 +188,9 @@ def test_a_learner_that_starts_again_waits_for_the_version_that_is_being_taken(
         await asyncio.sleep(0.05)
         finish.set()
         world.link.tell(task_of(1))
-        await until(lambda: world.link.got(Done), serving)
+        await until(lambda: world.link.got(SiteDone), serving)
         assert world.servers.version == 6
-        assert len(world.link.got(Hello)) == 2
+        assert len(world.link.got(SiteHello)) == 2
         assert not cut_off
 
     play(tmp_path, scene)
@@ -209,7 +209,7 @@ def test_what_an_earlier_learner_made_is_not_sampled_with_for_the_next_one(
         await asyncio.sleep(0.05)
         assert world.servers.asked == []
         world.link.tell(written.write(2, CONTENT))
-        await until(lambda: world.link.got(Done), serving)
+        await until(lambda: world.link.got(SiteDone), serving)
         assert world.servers.version == 2
 
     play(tmp_path, scene)
@@ -220,10 +220,10 @@ def test_a_broken_link_changes_nothing_but_what_the_user_reads(tmp_path: Path):
         world.welcome()
         world.link.tell(task_of(1))
         world.link.breaks()
-        await until(lambda: world.link.got(Done), serving)
+        await until(lambda: world.link.got(SiteDone), serving)
         world.link.mends()
         await until(lambda: world.said[-1].endswith("is mended"), serving)
-        assert len(world.link.got(Hello)) == 1
+        assert len(world.link.got(SiteHello)) == 1
 
     play(tmp_path, scene)
 
@@ -236,19 +236,19 @@ def test_a_learner_that_starts_again_is_told_what_is_here_and_gets_what_it_wants
         world.servers.hold(1)
         world.link.tell(task_of(1))
         world.link.tell(task_of(2))
-        await until(lambda: world.link.got(Done), serving)
+        await until(lambda: world.link.got(SiteDone), serving)
         world.link.tell(task_of(3))  # so the learner has taken 2
-        await until(lambda: len(world.link.got(Done)) == 2, serving)
+        await until(lambda: len(world.link.got(SiteDone)) == 2, serving)
         world.link.starts()
-        await until(lambda: len(world.link.got(Hello)) == 2, serving)
-        assert world.link.got(Hello)[1].holds == [1, 3]
+        await until(lambda: len(world.link.got(SiteHello)) == 2, serving)
+        assert world.link.got(SiteHello)[1].holds == [1, 3]
         world.servers.gates[1].set()  # it ends while nobody wants to hear of it
         await until(lambda: 1 in world.sampling._finished, serving)
-        assert len(world.link.got(Done)) == 2
-        world.link.tell(Welcome("r2", 10, [1, 3]))
+        assert len(world.link.got(SiteDone)) == 2
+        world.link.tell(SiteWelcome("r2", 10, [1, 3]))
         world.link.tell(written.write(0, CONTENT))
-        await until(lambda: len(world.link.got(Done)) == 4, serving)
-        assert sorted(done.uid for done in world.link.got(Done)[2:]) == [1, 3]
+        await until(lambda: len(world.link.got(SiteDone)) == 4, serving)
+        assert sorted(done.uid for done in world.link.got(SiteDone)[2:]) == [1, 3]
         assert world.servers.asked.count(1) == world.servers.asked.count(3) == 1
 
     play(tmp_path, scene)
@@ -263,15 +263,15 @@ def test_a_run_that_goes_back_gets_another_hello_and_no_sample_of_a_version_that
         world.welcome()
         world.offers(written, nine)
         world.link.tell(task_of(1))
-        await until(lambda: world.link.got(Done), serving)
+        await until(lambda: world.link.got(SiteDone), serving)
         world.link.tell(Again())
         world.link.tell(task_of(2))  # before the Welcome: of nobody
-        await until(lambda: len(world.link.got(Hello)) == 2, serving)
-        assert world.link.got(Hello)[1].holds == [1]
-        world.link.tell(Welcome("r2", 10, [1]))
+        await until(lambda: len(world.link.got(SiteHello)) == 2, serving)
+        assert world.link.got(SiteHello)[1].holds == [1]
+        world.link.tell(SiteWelcome("r2", 10, [1]))
         world.link.tell(six)
-        await until(lambda: len(world.link.got(Done)) == 2, serving)
-        frames = [frames for message, frames in world.link.sent if isinstance(message, Done)]
+        await until(lambda: len(world.link.got(SiteDone)) == 2, serving)
+        frames = [frames for message, frames in world.link.sent if isinstance(message, SiteDone)]
         assert [decode_sample(1, each).rollout.oldest_version for each in frames] == [9, 6]
         assert world.site.refused.total() == 1
         assert world.sampling.holds == [1]
@@ -285,11 +285,11 @@ def test_what_a_learner_that_starts_again_does_not_want_is_let_go(tmp_path: Path
         world.servers.hold(1)
         world.link.tell(task_of(1))
         world.link.tell(task_of(2))
-        await until(lambda: world.link.got(Done), serving)
+        await until(lambda: world.link.got(SiteDone), serving)
         world.welcome("r2", wanted=[])
         world.link.tell(task_of(5))
-        await until(lambda: len(world.link.got(Done)) == 2, serving)
-        assert world.link.got(Done)[1].uid == 5
+        await until(lambda: len(world.link.got(SiteDone)) == 2, serving)
+        assert world.link.got(SiteDone)[1].uid == 5
         assert world.sampling.holds == [5]
 
     play(tmp_path, scene)
@@ -307,13 +307,13 @@ def test_what_was_sampled_with_versions_that_a_resumed_learner_never_made_is_sam
         world.servers.hold(2)
         world.link.tell(task_of(1))
         world.link.tell(task_of(2))
-        await until(lambda: world.link.got(Done) and 2 in world.servers.asked, serving)
+        await until(lambda: world.link.got(SiteDone) and 2 in world.servers.asked, serving)
         world.welcome("r2", wanted=[1, 2])
         world.link.tell(six)
         await until(lambda: len(world.link.got(Serving)) == 2, serving)
         world.servers.gates[2].set()
-        await until(lambda: len(world.link.got(Done)) == 3, serving)
-        frames = [frames for message, frames in world.link.sent if isinstance(message, Done)]
+        await until(lambda: len(world.link.got(SiteDone)) == 3, serving)
+        frames = [frames for message, frames in world.link.sent if isinstance(message, SiteDone)]
         samples = [decode_sample(0, each).rollout for each in frames]
         versions = [[span.version for span in rollout.spans] for rollout in samples]
         assert versions == [[9], [6], [6]]
@@ -327,12 +327,12 @@ def test_no_more_is_kept_than_there_are_slots(tmp_path: Path):
         world.welcome()
         for uid in range(20):
             world.link.tell(task_of(uid))
-            await until(lambda count=uid + 1: len(world.link.got(Done)) == count, serving)
+            await until(lambda count=uid + 1: len(world.link.got(SiteDone)) == count, serving)
             assert len(world.sampling.holds) <= 2
         assert world.sampling.holds == [18, 19]
         world.link.tell(task_of(19))  # given twice, sampled once
         world.link.tell(task_of(20))
-        await until(lambda: len(world.link.got(Done)) == 21, serving)
+        await until(lambda: len(world.link.got(SiteDone)) == 21, serving)
         assert world.servers.asked == list(range(21))
 
     play(tmp_path, scene)
@@ -348,8 +348,8 @@ def test_what_is_forgotten_is_not_sampled_on(tmp_path: Path):
         await until(lambda: world.sampling.holds == [], serving)
         world.servers.gates[1].set()
         world.link.tell(task_of(2))
-        await until(lambda: world.link.got(Done), serving)
-        assert [done.uid for done in world.link.got(Done)] == [2]
+        await until(lambda: world.link.got(SiteDone), serving)
+        assert [done.uid for done in world.link.got(SiteDone)] == [2]
 
     play(tmp_path, scene)
 
@@ -362,17 +362,17 @@ def test_records_that_make_no_sense_are_counted_and_change_nothing(
     async def scene(world: SiteWorld, serving: asyncio.Task[str | None]) -> None:
         world.link.starts()
         world.link.tell(task_of(1))  # before the Welcome
-        world.link.tell(Welcome("r1", 10, []))
+        world.link.tell(SiteWelcome("r1", 10, []))
         world.link.garbage(b"\x93nothing")
         world.link.garbage(b"")
         world.link.tell(msgspec.structs.replace(offer, name="../../000000-version-1"))
-        world.link.tell(Piece(offer.name, "manifest", 0))  # without its bytes
-        world.link.tell(Piece(offer.name, "../../x", 0), b"bytes")
-        world.link.tell(Missing("nothing"))
+        world.link.tell(FilePiece(offer.name, "manifest", 0))  # without its bytes
+        world.link.tell(FilePiece(offer.name, "../../x", 0), b"bytes")
+        world.link.tell(MissingPiece("nothing"))
         world.link.tell(msgspec.structs.replace(task_of(2), ids=b"\xff\xff"))
         world.link.tell(task_of(3))
-        await until(lambda: world.link.got(Done), serving)
-        assert [done.uid for done in world.link.got(Done)] == [3]
+        await until(lambda: world.link.got(SiteDone), serving)
+        assert [done.uid for done in world.link.got(SiteDone)] == [3]
         assert world.site.refused.total() == 6
         assert world.sampling.holds == [3]
 

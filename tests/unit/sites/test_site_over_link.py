@@ -11,14 +11,14 @@ from megatron_opd.config.sites import LinkConfig
 from megatron_opd.records.types import Sample
 from megatron_opd.sites import pulls as pulls_module
 from megatron_opd.sites.messages import (
-    Done,
     Farewell,
-    Hello,
     Serving,
+    SiteDone,
+    SiteHello,
+    SiteWelcome,
     ToLearner,
     ToSite,
     Want,
-    Welcome,
     decode_to_learner,
     encode,
 )
@@ -59,7 +59,7 @@ class Learner:
 
     def sample(self) -> Sample:
         """The last one that came."""
-        done = [frames for message, frames in self.heard if isinstance(message, Done)]
+        done = [frames for message, frames in self.heard if isinstance(message, SiteDone)]
         return decode_sample(0, done[-1])
 
     async def _listen(self) -> None:
@@ -70,8 +70,8 @@ class Learner:
             assert isinstance(event, Received)
             message = decode_to_learner(bytes(event.parts[0]))
             self.heard.append((message, event.parts[1:]))
-            if isinstance(message, Hello):
-                await self.send("far", Welcome(self.run, 10, self.wanted))
+            if isinstance(message, SiteHello):
+                await self.send("far", SiteWelcome(self.run, 10, self.wanted))
                 await self.versions.joined("far")
                 self.joined += 1
             elif isinstance(message, Want):
@@ -104,7 +104,7 @@ def test_versions_and_samples_outlive_the_learners_process_and_the_sites(
         await until(lambda: learner.joined == 1, serving)
         await learner.versions.sync(1)
         await learner.send("far", task_of(1))  # behind the offer
-        await until(lambda: learner.got(Serving) and learner.got(Done), serving)
+        await until(lambda: learner.got(Serving) and learner.got(SiteDone), serving)
         samples = [learner.sample()]
         await learner.close()
         # another process of the learner, which goes on from version 1
@@ -112,9 +112,9 @@ def test_versions_and_samples_outlive_the_learners_process_and_the_sites(
         learner.run, learner.wanted = "r2", [1]
         await learner.versions.open()
         await learner.versions.sync(1)
-        await until(lambda: learner.got(Serving) and learner.got(Done), serving)
-        (hello,) = learner.got(Hello)
-        assert isinstance(hello, Hello)
+        await until(lambda: learner.got(Serving) and learner.got(SiteDone), serving)
+        (hello,) = learner.got(SiteHello)
+        assert isinstance(hello, SiteHello)
         assert hello.holds == [1]
         # and of the site, in the middle of a version
         await learner.versions.sync(2)
@@ -128,7 +128,7 @@ def test_versions_and_samples_outlive_the_learners_process_and_the_sites(
         serving = world.serve()
         await until(lambda: learner.joined == 2, serving)
         await learner.send("far", task_of(2))
-        await until(lambda: len(learner.got(Done)) == 2, serving)
+        await until(lambda: len(learner.got(SiteDone)) == 2, serving)
         samples.append(learner.sample())
         assert [sample.rollout.oldest_version for sample in samples] == [1, 2]
         assert world.weights.pulls is not None

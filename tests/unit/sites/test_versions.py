@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megatron_opd.sites import versions as versions_module
-from megatron_opd.sites.messages import Missing, Offer, Piece, ToSite, Want
+from megatron_opd.sites.messages import FilePiece, MissingPiece, Offer, ToSite, Want
 from megatron_opd.sites.shelf import BadWant
 from megatron_opd.sites.versions import MAX_WANTS, SiteVersions
 from megatron_opd.weight_sync.disk_messages import Open, Write
@@ -101,7 +101,7 @@ def test_a_site_that_comes_is_offered_the_newest_first_and_gets_what_it_asks_for
         await versions.joined("late")
         assert [offer.version for offer in sides.to("late", Offer)] == [1, 0]
         versions.wants("early", Want(offered.name, FILE, 4, 10))
-        await soon(lambda: len(sides.to("early", Piece)) == 2)
+        await soon(lambda: len(sides.to("early", FilePiece)) == 2)
         assert [data for name, _, data in sides.sent if name == "early" and data] == [
             b"weig",
             b"hts000",
@@ -109,7 +109,7 @@ def test_a_site_that_comes_is_offered_the_newest_first_and_gets_what_it_asks_for
         assert versions.num_bytes == {"early": 10}
         await versions.left("early")
         versions.wants("late", Want(offered.name, FILE, 0, 4))
-        await soon(lambda: sides.to("late", Missing) == [Missing(offered.name)])
+        await soon(lambda: sides.to("late", MissingPiece) == [MissingPiece(offered.name)])
         await versions.close()
 
     asyncio.run(run())
@@ -134,8 +134,8 @@ def test_a_site_that_asks_for_too_much_or_for_what_is_not_there_is_told_apart(si
         await versions.close()
 
     asyncio.run(run())
-    assert not sides.to("a", Piece)
-    assert not sides.to("stranger", Piece)
+    assert not sides.to("a", FilePiece)
+    assert not sides.to("stranger", FilePiece)
 
 
 def test_what_cannot_be_written_is_tried_again_whole_and_then_ends_the_run(sides: Sides):

@@ -62,7 +62,7 @@ def test_what_does_not_fit_is_refused(
 
 def missing(request: m.Request) -> m.Reply:
     assert isinstance(request, m.Train)
-    return m.Done(request.call, m.Missing())
+    return m.RankDone(request.call, m.MissingSamples())
 
 
 @pytest.mark.parametrize(("answer", "expected"), [(done, FIGURES), (missing, None)])

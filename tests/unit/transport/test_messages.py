@@ -14,21 +14,21 @@ from tests.support.wire import config, hello, safe
 VALID_REPLIES = [
     hello(),
     hello(1, 2),
-    m.Done(1, FIGURES),
-    m.Done(2, m.Digests(["a"])),
-    m.Done(3, SCORES),
-    m.Failed(0, "why"),
+    m.RankDone(1, FIGURES),
+    m.RankDone(2, m.Digests(["a"])),
+    m.RankDone(3, SCORES),
+    m.RankError(0, "why"),
 ]
 
 
 VALID_REQUESTS = [
     m.Train(1, 0, 0, [[[0]]]),
-    m.Score(2, 0, [[[0]]], True),
+    m.ScoreShare(2, 0, [[[0]]], True),
     m.Offload(4),
     m.Onload(5),
     m.Stop(3),
-    m.Welcome("/x", "t", True),
-    m.Refused("no"),
+    m.RankWelcome("/x", "t", True),
+    m.RankRefused("no"),
 ]
 
 
@@ -75,7 +75,7 @@ def test_a_rank_reads_a_request_or_raises_one_error(frame: bytes):
     except m.BadMessage as error:
         safe(error)
         return
-    assert isinstance(request, m.Request | m.Welcome | m.Refused)
+    assert isinstance(request, m.Request | m.RankWelcome | m.RankRefused)
 
 
 def test_the_largest_frame_follows_from_the_configuration():

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_opd.learner.channel import Channel
+from megatron_opd.learner.channel import ControllerChannel
 from megatron_opd.records.types import Batch
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.frames import from_frames
@@ -52,7 +52,7 @@ def test_every_head_scores_its_own_share_and_rank_0_answers_for_all():
     ranks = drive(body, [done, silent], heard=1)
     for rank, share in zip(ranks, whole, strict=True):
         ((request, frames),) = rank.received
-        assert request == m.Score(1, share.version, share.plan, "gates")
+        assert request == m.ScoreShare(1, share.version, share.plan, "gates")
         found = from_frames(0, request.version, request.plan, frames)
         assert found.ids_S.tolist() == share.columns().ids_S.tolist()
 
@@ -102,7 +102,7 @@ def test_every_call_gets_its_own_kind_of_answer():
 
 def test_a_failing_rank_fails_the_call_and_every_later_one_with_its_reason():
     def fail(request: m.Request) -> m.Reply:
-        return m.Failed(1, "NotFinite: the loss is nan")
+        return m.RankError(1, "NotFinite: the loss is nan")
 
     async def body(remote: RemoteLearner) -> None:
         await remote.wait_ready(5)
@@ -193,14 +193,16 @@ def test_a_rank_says_whether_another_learner_would_end_so_too(final: bool):
         assert remote.failure is None
         assert not remote.ready, "another learner is awaited"
 
-    drive(body, [lambda request: m.Failed(0, "RuntimeError: lost", final)])
+    drive(body, [lambda request: m.RankError(0, "RuntimeError: lost", final)])
 
 
 def test_a_lost_learner_s_other_ranks_end_and_another_learner_joins():
     """Before: they kept their connections, and waited for work for ever."""
     told: list[queue.Queue[str]] = [queue.Queue() for _ in range(4)]
 
-    async def joined(remote: RemoteLearner, said: list[queue.Queue[str]]) -> list[Channel]:
+    async def joined(
+        remote: RemoteLearner, said: list[queue.Queue[str]]
+    ) -> list[ControllerChannel]:
         ends = [channel(remote.address, on_lost=lost.put) for lost in said]
         joins = [asyncio.to_thread(end.join, hello(i, 2)) for i, end in enumerate(ends)]
         await asyncio.gather(remote.wait_ready(5), *joins)
@@ -208,7 +210,7 @@ def test_a_lost_learner_s_other_ranks_end_and_another_learner_joins():
 
     async def main() -> None:
         remote = RemoteLearner(config(parallel={"dp": 2}), Admission(KEYS, {}, 512))
-        ends: list[Channel] = []
+        ends: list[ControllerChannel] = []
         try:
             first, lost = await joined(remote, told[:2])
             ends.append(first)
@@ -242,7 +244,7 @@ def test_an_answer_of_the_wrong_kind_is_refused():
         with pytest.raises(LearnerError, match="answered WeightsMoved"):
             await remote.train(make_shares())
 
-    drive(body, [lambda request: m.Done(request.call, m.WeightsMoved(b""))])
+    drive(body, [lambda request: m.RankDone(request.call, m.WeightsMoved(b""))])
 
 
 def test_calls_before_ready_after_close_and_on_a_world_of_the_wrong_size_fail():

@@ -8,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.roster import Breach, Expected, Roster
+from megatron_opd.transport.roster import ExpectedRank, RankBreach, Roster
 from tests.support.wire import hello, safe
 
 
-def expected(world: int = 2) -> Expected:
-    return Expected(world, world, "float32", 512, {})
+def expected(world: int = 2) -> ExpectedRank:
+    return ExpectedRank(world, world, "float32", 512, {})
 
 
 def seen(roster: Roster) -> Any:
@@ -30,8 +30,8 @@ SAID = st.one_of(
         vocab=st.sampled_from([512, 1024]),
         dtype=st.sampled_from(["float32", "bfloat16"]),
     ),
-    st.builds(m.Done, st.integers(-1, 5), st.just(m.Nothing())),
-    st.builds(m.Failed, st.integers(-1, 3), st.text(max_size=9)),
+    st.builds(m.RankDone, st.integers(-1, 5), st.just(m.Nothing())),
+    st.builds(m.RankError, st.integers(-1, 3), st.text(max_size=9)),
 )
 
 
@@ -48,7 +48,7 @@ def test_a_rank_stays_the_peer_that_said_its_first_valid_hello(
         ranks = {p: roster.rank_of(p) for p in (b"peer0", b"peer1", b"peer2")}
         try:
             ignored = roster.accept(peer, message)
-        except Breach as breach:
+        except RankBreach as breach:
             safe(breach)
             return  # the run has ended
         if ignored is not None:
@@ -57,7 +57,7 @@ def test_a_rank_stays_the_peer_that_said_its_first_valid_hello(
             assert rank is None or roster.rank_of(known) == rank
         held = [rank for p in ranks if (rank := roster.rank_of(p)) is not None]
         assert len(held) == len(set(held))
-        if isinstance(message, m.Done) and ignored is None:
+        if isinstance(message, m.RankDone) and ignored is None:
             assert roster.rank_of(peer) == 0, "only rank 0 answers"
             assert 0 < message.call <= calls
 
@@ -77,7 +77,7 @@ def test_a_rank_stays_the_peer_that_said_its_first_valid_hello(
 )
 def test_a_hello_of_another_learner_is_refused_with_the_reason(changes: Any, words: str):
     roster = Roster(expected())
-    with pytest.raises(Breach, match=words) as caught:
+    with pytest.raises(RankBreach, match=words) as caught:
         roster.accept(b"peer", hello(0, **({"world": 2, "dp": 2} | changes)))
     assert caught.value.answer
     assert roster.rank_of(b"peer") is None
@@ -87,7 +87,7 @@ def test_a_hello_of_another_learner_is_refused_with_the_reason(changes: Any, wor
 def test_two_ranks_cannot_take_the_same_data_and_all_must_be_taken():
     roster = Roster(expected())
     assert roster.accept(b"a", hello(0, 2, data_rank=0)) is None
-    with pytest.raises(Breach, match="data rank 0 is taken by another"):
+    with pytest.raises(RankBreach, match="data rank 0 is taken by another"):
         roster.accept(b"b", hello(1, 2, data_rank=0))
-    with pytest.raises(Breach, match=r"1 ranks take data, learner\.parallel\.dp needs 2"):
+    with pytest.raises(RankBreach, match=r"1 ranks take data, learner\.parallel\.dp needs 2"):
         roster.accept(b"b", hello(1, 2, data_rank=None))

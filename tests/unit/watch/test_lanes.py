@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_opd.metrics.trace import TraceWriter
-from megatron_opd.watch.lanes import Lanes, Spans
+from megatron_opd.watch.lanes import BusyLanes, Spans
 
 times = st.floats(0, 100, allow_subnormal=False)
 
@@ -33,7 +33,7 @@ def trace_of(path: Path) -> TraceWriter:
 
 
 def test_a_trace_that_is_written_is_followed(tmp_path: Path):
-    lanes, trace = Lanes(tmp_path / "trace.json"), trace_of(tmp_path)
+    lanes, trace = BusyLanes(tmp_path / "trace.json"), trace_of(tmp_path)
     trace.span("student a", "rollout v0", 0.0, 2.0, {"uid": 1})
     trace.span("student a", "rollout v0", 1.0, 2.0, {"uid": 2})
     trace.span("weight sync", "weight sync v1", 2.0, 4.0, lane=1)
@@ -60,7 +60,7 @@ def test_a_window_beyond_the_end_is_cut(tmp_path: Path):
     trace = trace_of(tmp_path)
     trace.span("student a", "rollout v0", 0.0, 2.0)
     trace.close()
-    lanes = Lanes(tmp_path / "trace.json")
+    lanes = BusyLanes(tmp_path / "trace.json")
     lanes.read()
     found = lanes.between(1.0, 50.0, 2)
     assert (found["from_s"], found["to_s"]) == (1.0, 2.0)
@@ -68,7 +68,7 @@ def test_a_window_beyond_the_end_is_cut(tmp_path: Path):
 
 
 def test_there_may_be_no_trace_or_one_of_a_killed_run(tmp_path: Path):
-    lanes = Lanes(tmp_path / "trace.json")
+    lanes = BusyLanes(tmp_path / "trace.json")
     assert not lanes.read()
     assert lanes.between(None, None, 3)["lanes"] == []
     (tmp_path / "trace.json").write_text('[\n{"ph":"M","pid":1,"name":"process_n\nnothing\n')

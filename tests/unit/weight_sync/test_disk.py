@@ -10,7 +10,7 @@ import pytest
 
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.weight_sync.disk import Disk
-from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, Written, decode, encode
+from megatron_opd.weight_sync.disk_messages import DiskRefused, Open, Write, Written, decode, encode
 from megatron_opd.weight_sync.holdings import server_holdings
 from megatron_opd.weight_sync.plan import ServerLayout
 from megatron_opd.weight_sync.quantised_pieces import CannotServe
@@ -49,7 +49,7 @@ class Sides:
         message = decode(request)
         self.log.append(message)
         cause = self.fails.pop("learner", None)
-        return encode(Refused(cause) if cause else Written(99))
+        return encode(DiskRefused(cause) if cause else Written(99))
 
     async def ask_ranks(self, action: str, timeout_s: float | None = None) -> dict[str, Any]:
         verb, _, argument = action.partition(" ")

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from megatron_opd.weight_sync import disk_writer
-from megatron_opd.weight_sync.disk_messages import Open, Refused, Write, Written, decode, encode
+from megatron_opd.weight_sync.disk_messages import DiskRefused, Open, Write, Written, decode, encode
 from megatron_opd.weight_sync.disk_writer import DiskWriter
 from sglang_bridge.server.version_files import BadVersion
 from sglang_bridge.weights import manifest as manifests
@@ -216,7 +216,7 @@ def test_a_failure_at_any_file_operation_is_told_and_the_next_version_is_whole(
         finally:
             _before.clear()
         assert learner.read(last) == [], at
-        if isinstance(answer, Refused):
+        if isinstance(answer, DiskRefused):
             told += 1
             assert str(tmp_path) in answer.cause
             assert "weight_sync.directory" in answer.cause
@@ -225,7 +225,7 @@ def test_a_failure_at_any_file_operation_is_told_and_the_next_version_is_whole(
         step += 1
         assert isinstance(learner.write(step, taken=last), Written)
         last = version_name(step, step)
-        assert learner.is_whole(last) == isinstance(answer, Refused)
+        assert learner.is_whole(last) == isinstance(answer, DiskRefused)
         assert learner.read(last) == []
     assert told >= count - 9  # what is only in the way of a deletion goes the next time
 
@@ -243,7 +243,7 @@ def test_a_file_that_grows_too_large_is_told(monkeypatch: Any, tmp_path: Path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, old)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, DiskRefused)
     assert "rank00000.safetensors: file too large: weight_sync.directory must be" in answer.cause
     assert learner.on_disk() == set()
     assert isinstance(learner.write(1), Written)
@@ -280,10 +280,10 @@ def test_what_an_earlier_try_of_the_same_run_left_is_removed_and_nothing_else(
 def test_a_directory_that_cannot_be_made_is_named(monkeypatch: Any, tmp_path: Path):
     (tmp_path / "file").write_text("")
     missing = Learner(monkeypatch, tmp_path / "no" / "such")
-    assert isinstance(missing.opened, Refused)
+    assert isinstance(missing.opened, DiskRefused)
     assert missing.opened.cause.startswith(f"{tmp_path}/no/such: no such file or directory: weight")
     file = Learner(monkeypatch, tmp_path / "file")
-    assert isinstance(file.opened, Refused)
+    assert isinstance(file.opened, DiskRefused)
     assert file.opened.cause.startswith(f"{tmp_path}/file: file exists: weight_sync.directory must")
 
 
@@ -291,7 +291,7 @@ def test_a_rank_that_does_not_see_the_directory_is_named(monkeypatch: Any, tmp_p
     monkeypatch.setattr(disk_writer, "SHOWN_S", 0.0)
     monkeypatch.setattr(disk_writer.Stream, "make", lambda *_: None)
     hidden = Learner(monkeypatch, tmp_path / "w").opened
-    assert isinstance(hidden, Refused)
+    assert isinstance(hidden, DiskRefused)
     assert "is not there on rank 0: weight_sync.directory must be one directory" in hidden.cause
 
 
@@ -299,7 +299,7 @@ def test_nothing_is_written_before_it_is_opened(monkeypatch: Any, tmp_path: Path
     learner = Learner(monkeypatch, tmp_path / "w")
     learner.writer = DiskWriter(learner.full, learner.config)
     answer = learner.write(0)
-    assert isinstance(answer, Refused)
+    assert isinstance(answer, DiskRefused)
     with pytest.raises(TypeError, match="an answer of the learner is no request"):
         learner.ask(Written(0))
     with pytest.raises(BadVersion):

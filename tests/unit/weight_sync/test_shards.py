@@ -26,9 +26,9 @@ from megatron_opd.weight_sync.shards_messages import (
     FinishSending,
     Join,
     Leave,
-    Listen,
+    ListenForShards,
     Listening,
-    Outcome,
+    SendOutcome,
     SendShards,
     StartSending,
     decode,
@@ -184,7 +184,7 @@ class Wire:
     async def ask(self, request: bytes) -> bytes:
         message = decode(request)
         match message:
-            case Listen():
+            case ListenForShards():
                 assert message.world_size == 1 + 3
                 await self.step("listen")
                 return encode(Listening("127.0.0.1", 4711, self.backend))
@@ -195,13 +195,13 @@ class Wire:
                 await self.step("learner stages" if staged else "learner sends")
             case StartSending(version):
                 await self.step(f"learner starts {version}")
-                return encode(Outcome(()))
+                return encode(SendOutcome(()))
             case FinishSending():
                 await self.step("learner finishes")
             case Leave():
                 await self.step("learner leaves")
                 return b""
-        return encode(Outcome(self.failures))
+        return encode(SendOutcome(self.failures))
 
     def world(self, senders: int = 1) -> WeightsWorld:
         return weights_world([layout.tp for layout in LAYOUTS], senders)

@@ -9,17 +9,17 @@ import torch
 
 from megatron_opd.models.views import View
 from megatron_opd.transport.messages import BadMessage
-from megatron_opd.weight_sync.shards_messages import Listening, Outcome, SendShards, encode
+from megatron_opd.weight_sync.shards_messages import Listening, SendOutcome, SendShards, encode
 from megatron_opd.weight_sync.shards_sender import ShardsSender, cut
-from sglang_bridge.weights.schedule import Part
+from sglang_bridge.weights.schedule import SlicePart
 from tests.support.config_files import minimal
 
 # rows 4..9 and 14..19 of a tensor, as two KV groups' rows may lie
 VIEWS = [View("w", 0, start, torch.arange(10.0).view(5, 2) + start) for start in (4, 14)]
 
 
-def part(start: int, length: int, dim: int = 0) -> Part:
-    return Part("w", dim, start, length, 2 * length)
+def part(start: int, length: int, dim: int = 0) -> SlicePart:
+    return SlicePart("w", dim, start, length, 2 * length)
 
 
 def test_a_part_is_found_in_order_across_slices():
@@ -30,7 +30,7 @@ def test_a_part_is_found_in_order_across_slices():
 
 
 @pytest.mark.parametrize("asked", [part(0, 4), part(3, 2), part(8, 2), part(8, 7), part(4, 5, 1)])
-def test_a_part_that_is_not_all_here_is_named(asked: Part):
+def test_a_part_that_is_not_all_here_is_named(asked: SlicePart):
     end = asked.start + asked.length
     message = rf"does not hold \[{asked.start}:{end}\] of dimension {asked.dim} of w, which the"
     with pytest.raises(RuntimeError, match=message):
@@ -40,7 +40,7 @@ def test_a_part_that_is_not_all_here_is_named(asked: Part):
 def test_what_is_no_request_is_refused():
     full: Any = SimpleNamespace(dtype=torch.float32, world=SimpleNamespace(rank=0, size=1))
     sender = ShardsSender(full, minimal())
-    for answer in (Listening("127.0.0.1", 1, "gloo"), Outcome(())):
+    for answer in (Listening("127.0.0.1", 1, "gloo"), SendOutcome(())):
         with pytest.raises(ValueError, match=f"{type(answer).__name__} is an answer of the learn"):
             sender.handle(encode(answer))
     for frame in (

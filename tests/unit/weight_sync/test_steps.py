@@ -12,7 +12,7 @@ from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     LeaveGroup,
     ListBuckets,
-    Listen,
+    ListenForBroadcast,
     SendBuckets,
     decode_request,
     encode_address,
@@ -137,7 +137,7 @@ class FakeLearner:
             case ListBuckets():
                 await self.wire.step("manifest")
                 return encode_buckets(BUCKETS)
-            case Listen():
+            case ListenForBroadcast():
                 await self.wire.step("listen")
                 return encode_address("127.0.0.1", 2345)
             case JoinGroup(world_size=size):

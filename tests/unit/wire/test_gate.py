@@ -43,8 +43,8 @@ STRANGERS = {
 FORGED = {
     "garbage": b"\xc1 not msgpack",
     "a second hello for rank 0": m.encode(hello()),
-    "an answer": m.encode(m.Done(1, FIGURES)),
-    "a failure": m.encode(m.Failed(0, "\x1b[2J\x1b[31mall is lost")),
+    "an answer": m.encode(m.RankDone(1, FIGURES)),
+    "a failure": m.encode(m.RankError(0, "\x1b[2J\x1b[31mall is lost")),
     "a large frame": bytes(8 * 2**20),
 }
 
@@ -76,8 +76,8 @@ def test_a_second_learner_with_the_keys_is_told_that_the_rank_is_taken():
             second = connect(context, remote.address)
             await second.send(m.encode(hello()))
             answer = m.decode_request(await second.recv())
-            assert answer == m.Refused("rank 0 is already taken by another peer")
-            await second.send(m.encode(m.Done(1, FIGURES)))
+            assert answer == m.RankRefused("rank 0 is already taken by another peer")
+            await second.send(m.encode(m.RankDone(1, FIGURES)))
             await refused(remote, 2)
             second.close()
         assert await remote.train(make_shares()) == FIGURES
@@ -89,10 +89,13 @@ def test_a_second_learner_with_the_keys_is_told_that_the_rank_is_taken():
     ("frames", "words"),
     [
         ([b"\xc1"], "rank 0: unreadable message"),
-        ([m.encode(m.Done(1, FIGURES)), b"more"], "rank 0: a learner's message has 1 frame, got 2"),
-        ([m.encode(m.Done(99, FIGURES))], "rank 0 answered call 99, which was never made"),
+        (
+            [m.encode(m.RankDone(1, FIGURES)), b"more"],
+            "rank 0: a learner's message has 1 frame, got 2",
+        ),
+        ([m.encode(m.RankDone(99, FIGURES))], "rank 0 answered call 99, which was never made"),
         ([m.encode(hello())], "rank 0 said hello twice"),
-        ([m.encode(m.Failed(0, "\x1b[31mred\nline"))], r"rank 0: \\x1b\[31mred line"),
+        ([m.encode(m.RankError(0, "\x1b[31mred\nline"))], r"rank 0: \\x1b\[31mred line"),
     ],
 )
 def test_what_a_rank_must_not_say_ends_the_run_and_names_it(frames: list[bytes], words: str):
@@ -119,7 +122,7 @@ def test_a_frame_above_the_limit_is_not_buffered_whole():
         with pytest.raises(LearnerError, match="rank 0 is gone"):
             await remote.train(make_shares())
 
-    drive(body, [lambda request: m.Failed(0, "x" * (m.MAX_REPLY_BYTES + 1))])
+    drive(body, [lambda request: m.RankError(0, "x" * (m.MAX_REPLY_BYTES + 1))])
 
 
 @contextmanager
@@ -182,7 +185,7 @@ def test_a_rank_whose_model_is_refused_is_no_stranger(caplog: pytest.LogCaptureF
         waiting = asyncio.create_task(remote.wait_ready(5))
         with zmq.asyncio.Context() as context:
             rank = connect(context, remote.address)
-            await rank.send(m.encode(m.Failed(0, "student.model holds NaN")))
+            await rank.send(m.encode(m.RankError(0, "student.model holds NaN")))
             with pytest.raises(LearnerError, match=r"rank 0: student\.model holds NaN"):
                 await waiting
             rank.close(linger=0)

@@ -28,7 +28,7 @@ class SandboxError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SandboxLimits:
     """Limits one program. cpu_s: of each of its processes. memory_bytes: address space of each.
 
     file_bytes: of all its files together. processes: those and threads that it may have at once.
@@ -41,7 +41,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class SandboxOutcome:
     """Says how a program ended. code: of its exit, 128 + N for signal N.
 
     ended: "exited"; or what it was killed for: "time" or "output".
@@ -52,7 +52,9 @@ class Outcome:
     ended: Literal["exited", "time", "output"]
 
 
-def run_program(program: str, stdin: str, limits: Limits, timeout_s: float) -> Outcome:
+def run_program(
+    program: str, stdin: str, limits: SandboxLimits, timeout_s: float
+) -> SandboxOutcome:
     """Run `program` for at most `timeout_s` seconds. SandboxError: it could not be isolated.
 
     Its standard error is discarded.
@@ -97,13 +99,13 @@ def run_program(program: str, stdin: str, limits: Limits, timeout_s: float) -> O
             denied = status.read()
     if denied:
         raise SandboxError(denied.decode(errors="replace"))
-    return Outcome(output, process.returncode, ended)
+    return SandboxOutcome(output, process.returncode, ended)
 
 
 def isolation_problem() -> str | None:
     """Return why this machine cannot isolate a program, on one line; None where it can."""
     try:
-        outcome = run_program(_PROBE, "", Limits(), timeout_s=30.0)
+        outcome = run_program(_PROBE, "", SandboxLimits(), timeout_s=30.0)
     except (SandboxError, OSError) as error:
         return str(error)
     if outcome.output.split() != [b"42"]:

@@ -19,7 +19,7 @@ from megatron_opd.mismatch.measure import (
     GATED,
     PREFILL,
     REPLAYED,
-    Measured,
+    MeasuredMismatch,
     RoutingGap,
 )
 from megatron_opd.mismatch.options import Options
@@ -122,7 +122,7 @@ def made_figures(
         logp[REPLAYED] = decode
         if routing.gated is not None:
             logp[GATED] = decode
-    measured = Measured(rollouts, logp, FREE, routing, 1)
+    measured = MeasuredMismatch(rollouts, logp, FREE, routing, 1)
     options = Options(3, (4, 64), 0.1, None, None)
     spec = read_model_spec(tree.student.model)
     return figures_of(tree, spec, [r.prompt for r in rollouts], measured, options, served)

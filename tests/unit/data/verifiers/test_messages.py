@@ -9,8 +9,8 @@ from megatron_opd.data.verifiers.messages import (
     MAX_REPLY_BYTES,
     Ask,
     Call,
-    Failed,
-    Judged,
+    FailedReply,
+    Judgement,
     Ready,
     Setup,
     framed,
@@ -29,7 +29,9 @@ def read(data: bytes):
     return asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("message", [Ready(), Judged(0.25), Failed("verifier_failed", "why")])
+@pytest.mark.parametrize(
+    "message", [Ready(), Judgement(0.25), FailedReply("verifier_failed", "why")]
+)
 def test_replies_arrive_as_they_were_sent(message):
     assert read(framed(message)) == message
 
@@ -56,7 +58,7 @@ async def _rest(ours, rest, theirs, message):
 
 def test_what_is_no_reply_is_refused():
     with pytest.raises(EOFError):
-        read(framed(Judged(1.0))[:-1])
+        read(framed(Judgement(1.0))[:-1])
     with pytest.raises(ValueError, match="at most"):
         read((MAX_REPLY_BYTES + 1).to_bytes(4, "big") + b"x" * 10)
     with pytest.raises(ValueError, match="Invalid value"):

@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from megatron_opd.data.verifiers.messages import Call
-from megatron_opd.data.verifiers.pool import PoolLimits, WorkerPool
+from megatron_opd.data.verifiers.pool import PoolLimits, VerifierPool
 from megatron_opd.data.verifiers.reward import (
     BAD_REWARD,
     DIED,
@@ -33,8 +33,8 @@ NEVER_S = 300.0
 MEMORY = 2**31
 
 
-def pool(workers: int = 1, timeout_s: float = NEVER_S, calls=CALLS) -> WorkerPool:
-    return WorkerPool(calls, PoolLimits(workers, timeout_s, MEMORY))
+def pool(workers: int = 1, timeout_s: float = NEVER_S, calls=CALLS) -> VerifierPool:
+    return VerifierPool(calls, PoolLimits(workers, timeout_s, MEMORY))
 
 
 def with_pool(scenario, **limits):
@@ -48,7 +48,7 @@ def with_pool(scenario, **limits):
     return asyncio.run(run())
 
 
-async def outcome(found: WorkerPool, response: str, answer: str = "") -> float | str:
+async def outcome(found: VerifierPool, response: str, answer: str = "") -> float | str:
     try:
         return await found.verify("rogue", response, answer)
     except VerifierFailed as failed:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_bridge.server.masses import masses_of
-from sglang_bridge.server.rows import Rows, build_rows, forced
+from sglang_bridge.server.rows import LogitRows, build_rows, forced
 from sglang_bridge.server.sampling import Behaviour, behaviour
 from sglang_bridge.server.selection import LEAST_WEIGHT, UNUSED, Selected, Wanted, select
 from tests.support.figures import bounded
@@ -44,7 +44,7 @@ def uniform(rows: int, draws: int, seed: int = 0) -> torch.Tensor:
     return torch.rand(rows, draws, dtype=torch.float64, generator=generator)
 
 
-def weights(rows: Rows, vocab: int) -> np.ndarray:
+def weights(rows: LogitRows, vocab: int) -> np.ndarray:
     """float64 [B, V] weights, 0 for what is not in a row."""
     dense = np.zeros((len(rows.length_B), vocab))
     for b, length in enumerate(rows.length_B.tolist()):

@@ -12,9 +12,9 @@ from sglang_bridge.weights.schedule import (
     Bucket,
     Limits,
     Onward,
-    Part,
-    Place,
     Route,
+    SlicePart,
+    SlicePlace,
     incoming,
     outgoing,
 )
@@ -72,7 +72,7 @@ def test_both_ends_agree_and_nothing_blocks(
     for routes, firsts in groups:
         for index, first in enumerate(firsts):
             for rank in {route.destination for route in routes}:
-                steps = incoming(routes, Place(index, firsts), rank, limits)
+                steps = incoming(routes, SlicePlace(index, firsts), rank, limits)
                 lists[LEARNERS + first + rank] = whole(steps)
                 got[first + rank] = [step for step in steps if isinstance(step, Bucket)]
     sent = [[b for b in listed if b.sender == at] for at, listed in enumerate(lists)]
@@ -102,7 +102,7 @@ def test_both_ends_agree_and_nothing_blocks(
         require_sent_once(groups, sent)
 
 
-def _one_index(parts: tuple[Part, ...]) -> bool:
+def _one_index(parts: tuple[SlicePart, ...]) -> bool:
     return len(parts) == 1 and parts[0].length == 1
 
 
@@ -161,7 +161,7 @@ def test_servers_pass_on_what_the_replicas_gave_the_first_ones():
         name: [
             next(
                 step.sender
-                for step in incoming(routes, Place(index, firsts), 0, limits)
+                for step in incoming(routes, SlicePlace(index, firsts), 0, limits)
                 if isinstance(step, Bucket) and step.parts[0].name == name
             )
             for index in firsts
@@ -184,7 +184,7 @@ def test_a_chain_takes_one_bucket_more_for_each_server(servers: int):
     lists += [
         [
             Bucket(1 + at, step.receiver, ()) if isinstance(step, Onward) else step
-            for step in incoming(routes, Place(at, firsts), 0, limits)
+            for step in incoming(routes, SlicePlace(at, firsts), 0, limits)
         ]
         for at in firsts
     ]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_bridge.weights import share as module
-from sglang_bridge.weights.schedule import Limits, Place, Route
+from sglang_bridge.weights.schedule import Limits, Route, SlicePlace
 from sglang_bridge.weights.share import (
     PAUSED,
     PEERS,
@@ -29,7 +29,7 @@ ROUTES = [
 ]
 LIMITS = Limits(senders=6, receivers=6, max_elements=20)
 FIRSTS, NAMES = (0, 2, 4), ("http://a:1", "http://b:2", "http://c:3")
-PLACE = Place(1, FIRSTS)
+PLACE = SlicePlace(1, FIRSTS)
 TEXT = encode_share(encode_routes(ROUTES[2:], ROUTES[:2]), PLACE, NAMES, LIMITS)
 
 
@@ -76,7 +76,7 @@ def test_numbers_of_one_kind_share_a_message():
 
 def test_the_routes_of_all_servers_of_a_layout_are_one_text():
     routes = encode_routes((), ROUTES)
-    texts = [encode_share(routes, Place(index, FIRSTS), NAMES, LIMITS) for index in range(3)]
+    texts = [encode_share(routes, SlicePlace(index, FIRSTS), NAMES, LIMITS) for index in range(3)]
     assert len({text.rpartition(" ")[2] for text in texts}) == 1
     froms = [decode_share(text, 0)[PAUSED][0][0] for text in texts]
     assert froms == [2, 5, 2]

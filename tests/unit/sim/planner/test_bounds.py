@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.sim.costs import EngineCost, LognormalLengths, ScoreCost, SyncCost
-from megatron_opd.sim.planner.candidates import Candidate, Learner, Schedule, Teacher
+from megatron_opd.sim.planner.candidates import Candidate, LearnerSize, ScheduleChoice, Teacher
 from megatron_opd.sim.planner.quick import STAGES, Quick
 from tests.support.search_cases import (
     SCHEDULES,
@@ -113,7 +113,7 @@ def test_the_bound_of_all_stages_is_no_less_than_that_of_each():
     ],
 )
 def test_the_bound_is_near_where_one_stage_is_all(
-    learner: Learner, step_s: float, kind: Schedule, least: float
+    learner: LearnerSize, step_s: float, kind: ScheduleChoice, least: float
 ):
     config = config_of()
     demand = demand_for(config)
@@ -132,7 +132,7 @@ def test_the_bound_is_near_where_one_stage_is_all(
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: f"{each.config.type}-{each.bound}")
-def test_responses_that_outlast_weight_syncs_keep_within_the_bound(schedule: Schedule):
+def test_responses_that_outlast_weight_syncs_keep_within_the_bound(schedule: ScheduleChoice):
     """Only with in_flight keep does a weight sync wait for them."""
     config = config_of()
     lengths = LognormalLengths(mean=30, cv=2.0, prompt_tokens=10)

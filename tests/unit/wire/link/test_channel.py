@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_opd.wire.link.channel import Limits
-from megatron_opd.wire.link.sending import Breach
+from megatron_opd.wire.link.channel import LinkLimits
+from megatron_opd.wire.link.sending import LinkBreach
 from megatron_opd.wire.link.wire import BULK, LANES, URGENT, Ack, Ping, State
 from tests.support.link_network import LIMITS, Network, damaged
 
@@ -97,7 +97,7 @@ def test_every_schedule_of_faults_ends_with_each_message_once(
     assert complaints(net, whole=True) == []
 
 
-def two(limits: Limits = LIMITS) -> Network:
+def two(limits: LinkLimits = LIMITS) -> Network:
     net = Network(random.Random(0), limits)
     net.connect()
     return net
@@ -260,7 +260,7 @@ def test_urgent_messages_do_not_starve_the_other_lane():
 
 
 def test_nothing_more_is_sent_than_there_is_room_for():
-    net = two(Limits(64, 4096, inbox_bytes=1000))
+    net = two(LinkLimits(64, 4096, inbox_bytes=1000))
     for _ in range(100):
         net.queue(net.client, URGENT, bytes(90))
     for _ in range(200):
@@ -278,7 +278,7 @@ def test_an_acknowledgement_of_what_was_never_sent_is_a_breach(arrived: int, set
     net = two()
     net.queue(net.client, URGENT, bytes(100))
     net.send(net.client)
-    with pytest.raises(Breach, match="never sent"):
+    with pytest.raises(LinkBreach, match="never sent"):
         net.client.channel.told(State((arrived, 0), (settled, 0), 0, 1 << 20), 0.0)
 
 
@@ -287,7 +287,7 @@ def test_a_process_that_lost_what_it_had_acknowledged_is_not_spoken_to():
     net.queue(net.client, URGENT, b"kept")
     net.settle()
     report = net.server.channel.report
-    with pytest.raises(Breach, match="lost what it had acknowledged"):
+    with pytest.raises(LinkBreach, match="lost what it had acknowledged"):
         net.client.channel.meet(type(report)(*_with_knows(report, b"")), 99)
 
 

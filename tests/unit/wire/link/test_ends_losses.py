@@ -11,7 +11,7 @@ from megatron_opd.wire.link import ends as link_ends
 from megatron_opd.wire.link.channel import Channel, Draft
 from megatron_opd.wire.link.events import Restarted
 from megatron_opd.wire.link.peer import IN_THREAD_BYTES
-from megatron_opd.wire.link.wire import BULK, Buffer, Pong, Welcome, read_note
+from megatron_opd.wire.link.wire import BULK, Buffer, LinkWelcome, Pong, read_note
 from tests.support.link_ends import PATIENCE_S, drive, ends, link_config, message
 
 
@@ -68,7 +68,7 @@ def test_a_connection_whose_greeting_was_lost_is_followed_by_another(
             client = net.client()
             await client.send([b"after all"])
             assert await message(net.server) == b"after all"
-            assert isinstance(read_note(lost[0][1], 0), Welcome)
+            assert isinstance(read_note(lost[0][1], 0), LinkWelcome)
 
     drive(body)
 

@@ -19,12 +19,12 @@ from megatron_opd.wire.link.wire import (
     PROTOCOL,
     Ack,
     Buffer,
-    Hello,
+    LinkHello,
+    LinkReport,
+    LinkWelcome,
     Ping,
-    Refused,
-    Report,
+    RefusalNote,
     State,
-    Welcome,
     note,
     read_note,
     seed_of,
@@ -185,10 +185,10 @@ class Raw:
         self.seed = 0
 
     async def greet(self, state: State = NOTHING, knows: bytes = b"", number: int = 1) -> None:
-        report = Report(PROTOCOL, PROCESS, knows, state, 1 << 20, 1 << 20)
-        await self.socket.send(note(Hello(report, number), 0))
+        report = LinkReport(PROTOCOL, PROCESS, knows, state, 1 << 20, 1 << 20)
+        await self.socket.send(note(LinkHello(report, number), 0))
         welcome = await self.hear()
-        assert isinstance(welcome, Welcome)
+        assert isinstance(welcome, LinkWelcome)
         self.seed = seed_of(PROCESS, welcome.report.process, number)
         self.server = welcome.report.process
 
@@ -200,7 +200,7 @@ class Raw:
     async def refusal(self) -> str:
         while True:
             found = await self.hear()
-            if isinstance(found, Refused):
+            if isinstance(found, RefusalNote):
                 return found.cause
 
     def close(self) -> None:
@@ -217,7 +217,7 @@ HOSTILE: dict[str, Sequence[bytes]] = {
     "a bad chunk": bad_chunk(10),
     "three frames": [b"1", b"2", b"3"],
     "many frames": [b"x"] * 1000,
-    "a greeting that cannot be read": [note(Hello(NOTHING, 1), 0)],  # type: ignore[arg-type]
+    "a greeting that cannot be read": [note(LinkHello(NOTHING, 1), 0)],  # type: ignore[arg-type]
 }
 
 
@@ -256,7 +256,7 @@ def test_a_keyed_peer_that_breaks_the_rules_is_told_and_not_heard_again(what: st
                 await raw.socket.send_multipart(sealed(raw, struct.pack("<IQ", 1, 1001)))
                 words = "a message of 1001 bytes, above 1000"
             elif what == "a refusal":
-                await raw.socket.send(note(Refused("go"), 0))
+                await raw.socket.send(note(RefusalNote("go"), 0))
                 words = "it refuses its server"
             else:
                 await raw.socket.send(note(Ack(State((9, 0), (0, 0), 0, 1)), raw.seed))
@@ -264,8 +264,8 @@ def test_a_keyed_peer_that_breaks_the_rules_is_told_and_not_heard_again(what: st
             assert await raw.refusal() == words
             raw.close()
             again = Raw(net)
-            report = Report(PROTOCOL, PROCESS, b"", NOTHING, 1 << 20, 1 << 20)
-            await again.socket.send(note(Hello(report, 2), 0))
+            report = LinkReport(PROTOCOL, PROCESS, b"", NOTHING, 1 << 20, 1 << 20)
+            await again.socket.send(note(LinkHello(report, 2), 0))
             assert await again.refusal() == "a newer process has the name site"
             again.close()
             await still_serves(net)
@@ -281,8 +281,8 @@ def test_another_protocol_is_refused_in_one_line():
     async def body() -> None:
         async with ends() as net:
             raw = Raw(net)
-            report = Report(PROTOCOL + 1, PROCESS, b"", NOTHING, 1 << 20, 1 << 20)
-            await raw.socket.send(note(Hello(report, 1), 0))
+            report = LinkReport(PROTOCOL + 1, PROCESS, b"", NOTHING, 1 << 20, 1 << 20)
+            await raw.socket.send(note(LinkHello(report, 1), 0))
             expected = f"it speaks protocol {PROTOCOL + 1} of the link, not {PROTOCOL}"
             assert await raw.refusal() == expected
             raw.close()

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from megatron_opd.wire.link.events import LinkRefused, Received, Restarted
-from megatron_opd.wire.link.inbox import Inbox
+from megatron_opd.wire.link.inbox import LinkInbox
 
 
 def received(number: int) -> Received:
@@ -18,7 +18,7 @@ def nothing() -> None:
 
 def test_events_come_in_order_and_are_told_taken():
     async def main() -> None:
-        inbox, taken = Inbox(), []
+        inbox, taken = LinkInbox(), []
         for number in range(3):
             inbox.put(received(number), lambda number=number: taken.append(number))
         assert await inbox.next() == received(0)
@@ -30,7 +30,7 @@ def test_events_come_in_order_and_are_told_taken():
 
 def test_a_failure_is_raised_after_what_came_before_it():
     async def main() -> None:
-        inbox = Inbox()
+        inbox = LinkInbox()
         waits = asyncio.create_task(inbox.next())
         await asyncio.sleep(0)
         inbox.put(Restarted("site"), nothing)

@@ -7,8 +7,8 @@ from itertools import pairwise
 
 import pytest
 
-from megatron_opd.wire.link.receiving import MAX_DAMAGED, ReceiveLane, Verdict
-from megatron_opd.wire.link.sending import MAX_PARTS, Breach, SendLane, flat
+from megatron_opd.wire.link.receiving import MAX_DAMAGED, ChunkVerdict, ReceiveLane
+from megatron_opd.wire.link.sending import MAX_PARTS, LinkBreach, SendLane, flat
 
 LIMIT = 10_000
 
@@ -33,7 +33,7 @@ def test_pieces_of_any_size_make_the_messages(seed: int):
     for start, stop in pairwise(cuts):
         back = chance.randint(0, start)  # a piece may begin with what is there
         verdict, whole = lane.take(back, memoryview(text)[back:stop])
-        assert verdict is Verdict.TAKEN
+        assert verdict is ChunkVerdict.TAKEN
         got += [[bytes(part) for part in message.parts] for message in whole]
     assert got == MESSAGES
     assert lane.arrived == lane.settled == len(text)
@@ -72,7 +72,7 @@ def test_a_message_with_a_wrong_digest_is_wanted_again_from_its_start():
     lane = ReceiveLane(LIMIT)
     hurt = second.replace(b"hurt", b"HURT")
     verdict, whole = lane.take(0, memoryview(first + hurt))
-    assert verdict is Verdict.DAMAGED
+    assert verdict is ChunkVerdict.DAMAGED
     assert [bytes(message.parts[0]) for message in whole] == [b"good"]
     assert lane.arrived == lane.settled == len(first)
     assert lane.ask()
@@ -83,8 +83,8 @@ def test_a_message_with_a_wrong_digest_is_wanted_again_from_its_start():
 def test_a_message_that_is_always_damaged_is_a_breach():
     lane, hurt = ReceiveLane(LIMIT), memoryview(stream([b"hurt"]).replace(b"hurt", b"HURT"))
     for _ in range(MAX_DAMAGED - 1):
-        assert lane.take(0, hurt)[0] is Verdict.DAMAGED
-    with pytest.raises(Breach, match="again and again"):
+        assert lane.take(0, hurt)[0] is ChunkVerdict.DAMAGED
+    with pytest.raises(LinkBreach, match="again and again"):
         lane.take(0, hurt)
 
 
@@ -115,7 +115,7 @@ def test_a_sender_gives_a_damaged_message_again_although_it_was_acknowledged():
     ids=["one part", "two parts", "an overflow", "parts", "most parts"],
 )
 def test_a_message_above_the_limit_is_a_breach_as_soon_as_its_head_is_read(head: bytes):
-    with pytest.raises(Breach, match="above"):
+    with pytest.raises(LinkBreach, match="above"):
         ReceiveLane(LIMIT).take(0, memoryview(head))
 
 
@@ -132,7 +132,7 @@ def test_a_claim_of_much_takes_no_memory_before_bytes_come():
 
 def test_the_same_gap_is_asked_for_once():
     lane, text = ReceiveLane(LIMIT), memoryview(stream([bytes(100)]))
-    assert lane.take(50, text[50:])[0] is Verdict.AHEAD
+    assert lane.take(50, text[50:])[0] is ChunkVerdict.AHEAD
     assert lane.ask()
     assert not lane.ask()
     lane.take(0, text[:20])

@@ -13,26 +13,26 @@ from megatron_opd.wire.link.wire import (
     SUM,
     Ack,
     BadFrame,
-    Hello,
+    LinkHello,
+    LinkReport,
+    LinkWelcome,
     Packer,
     Ping,
     Pong,
-    Refused,
-    Report,
+    RefusalNote,
     State,
     Unpacker,
-    Welcome,
     note,
     read_note,
 )
 
 SEED = 77
 STATE = State((1, 2), (0, 2), 3, 4)
-REPORT = Report(1, bytes(16), b"", STATE, 10, 20)
+REPORT = LinkReport(1, bytes(16), b"", STATE, 10, 20)
 NOTES = [
-    Hello(REPORT, 1),
-    Welcome(REPORT, 1),
-    Refused("no"),
+    LinkHello(REPORT, 1),
+    LinkWelcome(REPORT, 1),
+    RefusalNote("no"),
     Ack(STATE),
     Ping(5),
     Pong(5, 1.0, 2.0, STATE),

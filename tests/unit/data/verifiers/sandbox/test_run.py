@@ -15,9 +15,9 @@ import pytest
 from megatron_opd.data.verifiers.sandbox import run
 from megatron_opd.data.verifiers.sandbox.run import (
     MAX_OUTPUT_BYTES,
-    Limits,
-    Outcome,
     SandboxError,
+    SandboxLimits,
+    SandboxOutcome,
     isolation_problem,
     run_program,
 )
@@ -30,7 +30,7 @@ pytestmark = isolated
 
 def said(program: str, stdin: str = "", timeout_s: float = NEVER_S, **limits) -> str:
     """What a program prints that must end well."""
-    outcome = run_program(program, stdin, Limits(**limits), timeout_s)
+    outcome = run_program(program, stdin, SandboxLimits(**limits), timeout_s)
     assert (outcome.ended, outcome.code) == ("exited", 0), outcome
     return outcome.output.decode()
 
@@ -48,8 +48,8 @@ def refused(statement: str, **limits) -> str:
 def test_a_program_reads_its_input_and_prints():
     program = "import sys; a, b = map(int, sys.stdin.read().split()); print(a + b, 'é')"
     assert said(program, "20 22\n") == "42 é\n"
-    assert run_program("raise SystemExit(3)", "", Limits(), NEVER_S).code == 3
-    assert run_program("1 / 0", "", Limits(), NEVER_S).code == 1
+    assert run_program("raise SystemExit(3)", "", SandboxLimits(), NEVER_S).code == 3
+    assert run_program("1 / 0", "", SandboxLimits(), NEVER_S).code == 1
 
 
 def test_the_environment_is_empty_and_the_ids_are_nobodys():
@@ -129,22 +129,22 @@ def test_no_capability_comes_back():
 
 
 def test_computing_is_limited():
-    outcome = run_program("while True: pass", "", Limits(cpu_s=1), NEVER_S)
+    outcome = run_program("while True: pass", "", SandboxLimits(cpu_s=1), NEVER_S)
     assert (outcome.ended, outcome.code) == ("exited", 128 + signal.SIGKILL)
 
 
 def test_waiting_is_limited():
-    outcome = run_program("import time\ntime.sleep(3600)", "", Limits(), 2.0)
+    outcome = run_program("import time\ntime.sleep(3600)", "", SandboxLimits(), 2.0)
     assert outcome.ended == "time"
 
 
 def test_closing_the_output_does_not_hide_a_program():
     program = "import os, time\nos.close(1), os.close(2)\ntime.sleep(3600)"
-    assert run_program(program, "", Limits(), 2.0).ended == "time"
+    assert run_program(program, "", SandboxLimits(), 2.0).ended == "time"
 
 
 def test_output_is_limited():
-    outcome = run_program("while True: print('x' * 1000)", "", Limits(), NEVER_S)
+    outcome = run_program("while True: print('x' * 1000)", "", SandboxLimits(), NEVER_S)
     assert outcome.ended == "output"
     assert len(outcome.output) <= MAX_OUTPUT_BYTES + 2**16
 
@@ -171,7 +171,7 @@ print("started", flush=True)
 def test_the_whole_tree_is_gone_when_the_call_returns(then, ended):
     word = f"opd-sandbox-test-{os.getpid()}-{ended}"
     program = SPAWNS.format(word=word, then=then)
-    outcome = run_program(program, "", Limits(processes=8), 5.0)
+    outcome = run_program(program, "", SandboxLimits(processes=8), 5.0)
     assert outcome.ended == ended
     assert outcome.output == b"started\n"
     assert marked(word) == []
@@ -202,16 +202,16 @@ def test_nothing_outlives_a_caller_that_is_killed():
 def test_nothing_is_left_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(run.tempfile, "tempdir", str(tmp_path))
     assert said("print(1)") == "1\n"
-    run_program("import time\ntime.sleep(3600)", "", Limits(), 1.0)
+    run_program("import time\ntime.sleep(3600)", "", SandboxLimits(), 1.0)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_programs_run_side_by_side():
-    results: list[Outcome | None] = [None] * 4
+    results: list[SandboxOutcome | None] = [None] * 4
 
     def one(index: int) -> None:
         program = f"open('/work/x', 'w').write('{index}'); print(open('/work/x').read())"
-        results[index] = run_program(program, "", Limits(), NEVER_S)
+        results[index] = run_program(program, "", SandboxLimits(), NEVER_S)
 
     threads = [threading.Thread(target=one, args=(index,)) for index in range(4)]
     for thread in threads:
@@ -228,7 +228,7 @@ def test_a_kernel_that_denies_isolation_is_named(monkeypatch, tmp_path: Path):
     script.write_text(text.replace("_LIBC.unshare(_NEW_NAMESPACES)", "_LIBC.unshare(0x1)"))
     monkeypatch.setattr(run, "INSIDE", script)
     with pytest.raises(SandboxError, match="unshare: Invalid argument"):
-        run_program("print(42)", "", Limits(), NEVER_S)
+        run_program("print(42)", "", SandboxLimits(), NEVER_S)
     assert "unshare: Invalid argument" in str(isolation_problem())
     script.write_text("raise SystemExit(7)")
     problem = isolation_problem()
