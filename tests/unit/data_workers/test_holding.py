@@ -12,7 +12,7 @@ import pytest
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost, ScoreRejected
 from megatron_opd.controller.snapshot_codec import decode_member
 from megatron_opd.data.end_tokens import Ending
-from megatron_opd.data.judge import JudgeCall as AnswerJudge
+from megatron_opd.data.judge import Judge
 from megatron_opd.data_workers.holding import Holding
 from megatron_opd.data_workers.messages import JudgeCall, ScoreCall
 from megatron_opd.records.sample_figures import ScoreShape
@@ -48,7 +48,7 @@ class Verifier:
 
 def holding(server: Server, judge: Any = None) -> Holding:
     made: Callable[[Endpoint], Any] = lambda endpoint: server  # noqa: E731
-    verifier: AnswerJudge | None = judge
+    verifier: Judge | None = judge
     return Holding(made, verifier, draws=4)
 
 
