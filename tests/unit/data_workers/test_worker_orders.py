@@ -94,7 +94,7 @@ def test_a_response_takes_no_other_ones_place(number: int, together: bool):
     second = sent(call=number)
     messages = [[*sent(), *second]] if together else [sent(), second]
     answers, refused, held = obeyed(*messages)
-    assert sorted(type(answer).__name__ for answer in answers) == ["Failed", "Generated"]
+    assert sorted(type(answer).__name__ for answer in answers) == ["CallFailed", "Generated"]
     (failure,) = (answer for answer in answers if isinstance(answer, w.CallFailed))
     assert "a name that is taken" in failure.texts[0]
     assert (refused, held) == (0, ["r-1"])

@@ -42,9 +42,9 @@ def test_a_site_is_welcomed_before_it_is_told_anything_else():
             await sites.ask(0)
             await sites.comes("a")
             assert [type(each).__name__ for each in sites.links.told["a"]] == [
-                "Welcome",
+                "SiteWelcome",
                 "Offer",
-                "Task",
+                "SiteTask",
             ]
 
     asyncio.run(run())
@@ -201,7 +201,7 @@ def test_a_prompt_that_is_asked_for_again_is_forgotten_before_it_is_given():
             sites.got(0)
             await sites.ask(0)
             told = [type(each).__name__ for each in sites.links.told["a"]]
-            assert told == ["Welcome", "Task", "Forget", "Task"]
+            assert told == ["SiteWelcome", "SiteTask", "Forget", "SiteTask"]
 
     asyncio.run(run())
 

@@ -159,9 +159,9 @@ def sealed(text: bytes) -> bytes:
         sealed(b"T" + msgspec.msgpack.encode(["Ping", 2**63])),
         sealed(b"T" + msgspec.msgpack.encode(["Ping", 1, 2])),
         sealed(b"T" + msgspec.msgpack.encode(["Nothing"])),
-        sealed(b"T" + msgspec.msgpack.encode(["Hello", 1, 2])),
+        sealed(b"T" + msgspec.msgpack.encode(["LinkHello", 1, 2])),
         sealed(b"T" + b"\x91" * 100_000),
-        sealed(b"G" + msgspec.msgpack.encode(["Refused", "x" * 501])),
+        sealed(b"G" + msgspec.msgpack.encode(["RefusalNote", "x" * 501])),
     ],
 )
 def test_what_is_no_note_is_refused(frame: bytes):
