@@ -24,6 +24,7 @@ from megatron_opd.config.roles import run_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET
 from megatron_opd.evaluation.progress import EvaluationProgress
+from megatron_opd.fleet import clients
 from megatron_opd.inputs import teachers as teacher_guard
 from megatron_opd.inputs.prepare import Prepared, prepare
 from megatron_opd.inputs.prompt_order import Begun, KeptData, Shape
@@ -31,9 +32,6 @@ from megatron_opd.inputs.second_pass import SecondPass
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
-from megatron_opd.run import (
-    build as wiring,
-)
 from megatron_opd.run import (
     run,
 )
@@ -354,7 +352,7 @@ def patched(patch: pytest.MonkeyPatch, script: Script, scene: Scene) -> None:
     vocab_size = scene.prepared.student.vocab_size
     patch.setattr(asyncio, "to_thread", _inline)  # a thread would work in no virtual time
     patch.setattr(run, "RemoteLearner", partial(Remote, script))
-    patch.setattr(wiring, "make_client", partial(Client, script, vocab_size, scene.late))
+    patch.setattr(clients, "make_client", partial(Client, script, vocab_size, scene.late))
     patch.setattr(run_start, "DataWorkers", partial(Workers, script))
     patch.setattr(teacher_guard, "second_pass", _second_pass)
     kind = SimpleNamespace(fleet_part=Transport)

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
+from megatron_opd.cli.commands.serve import serve as serve_role
 from megatron_opd.config.roles import all_roles, section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import UserError
@@ -133,7 +134,7 @@ def test_serve_names_a_teacher(tmp_path: Path, config: dict, models: Path):
     path.write_text(yaml.safe_dump(with_teachers(tmp_path, config, models, ["math"])))
 
     def serve(role: str, name: str | None) -> int:
-        return serve(Namespace(config=path, overrides=[], role=role, name=name, index=0))
+        return serve_role(Namespace(config=path, overrides=[], role=role, name=name, index=0))
 
     with pytest.raises(UserError, match=r"teachers\.math\.base_port must be a fixed port"):
         serve("teacher", "math")

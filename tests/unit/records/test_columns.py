@@ -12,8 +12,8 @@ import pytest
 
 from megatron_opd.records.columns import COLUMNS, GroupColumns, LossColumns, RankBatch
 from sglang_bridge.columns import DrawColumns, axis_of, dtypes
+from tests.support.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 # A column of every response token that the server computes: (file, after this, these lines).
 TOY = (
     (

@@ -9,7 +9,7 @@ import pytest
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.data_workers.pool import WorkersUnreachable
 from megatron_opd.records.types import Batch, HeldSample
-from megatron_opd.run import build as wiring
+from megatron_opd.run import batch_learner
 from megatron_opd.run.batch_learner import BatchLearner
 from megatron_opd.transport.messages import UpdateMetrics
 from tests.support.batches import FIGURES
@@ -44,7 +44,7 @@ class Pool:
 
     async def loses_one_of(self, samples: Sequence[HeldSample], within_s: float) -> bool:
         assert [sample.rollout.prompt.uid for sample in samples] == [0, 1]
-        assert within_s == wiring.ASK_AGAIN_S
+        assert within_s == batch_learner.ASK_AGAIN_S
         self.asked += 1
         return self.asked == self.lost_after
 
@@ -69,6 +69,6 @@ def test_a_batch_of_a_worker_that_is_lost_is_given_back():
 
 
 def test_ranks_that_cannot_take_samples_for_too_long_end_the_run(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(wiring, "UNREACHABLE_S", 0)
+    monkeypatch.setattr(batch_learner, "UNREACHABLE_S", 0)
     with pytest.raises(WorkersUnreachable, match=r"take all samples of data worker 0 for 0 s; "):
         train(Remote(None), Pool(None))

@@ -59,7 +59,7 @@ def trained(judge: MismatchJudge, remote: Remote, updates: int = 1) -> None:
 
 @pytest.fixture(autouse=True)
 def _no_shares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_opd.run.build.shares", lambda *_: [])
+    monkeypatch.setattr("megatron_opd.run.batch_learner.shares", lambda *_: [])
 
 
 def test_a_refusal_ends_the_run_as_a_mistake_of_the_user_with_figure_limit_and_remedy():
