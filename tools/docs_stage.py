@@ -41,6 +41,7 @@ NAVIGATION = {
         "security",
         "cluster_plans",
         "schedules",
+        "staleness",
         "simulate",
         "simulate_published",
         "plan",

@@ -1,8 +1,8 @@
 """Gives out samples in the order in which they were finished, as far as no deadline is missed.
 
-The rule and its proof are in permits.py. A unit is a group of samples that are trained on together,
-numbered uid // G; it is due by the update v + A, v being the version under which its first member
-was admitted.
+A unit is a group of samples that are trained on together, numbered uid // G; it is due by the
+update v + A, v being the version under which its first member was admitted. docs/staleness.md has
+the rule and its proof.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Gives out the batch that was planned for each update, by which version samples it.
 
-The rule and its proof are in permits.py (Drawn staleness). Update k trains on a batch that version
-sources[k] <= k has sampled, whole. Samples are held in the order of their admission, which is that
-of (sources[j], j) over the updates j to come: so the place of update k's batch among those held is
-the place of k in that order.
+Update k trains on a batch that version sources[k] <= k has sampled, whole. Samples are held in the
+order of their admission, which is that of (sources[j], j) over the updates j to come: so the place
+of update k's batch among those held is the place of k in that order. docs/staleness.md has the
+rule and its proof (A drawn staleness).
 """
 
 from __future__ import annotations

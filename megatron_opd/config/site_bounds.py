@@ -38,7 +38,7 @@ def permits(config: ConfigTree) -> int:
 
 
 def open_permits(batch_size: int, group: int, slots: int, window: int, sync_every: int) -> int:
-    """Return the permits of open admission (buffer/permits.py): enough never to stop a site early.
+    """Return the permits of open admission (docs/staleness.md): enough never to stop a site early.
 
     They are those of groups of which a site has a member, of the batches that wait and are in the
     window, and of those since the last weight sync.
