@@ -58,5 +58,10 @@ def page() -> str:
     return HEAD + "\n".join(rows) + "\n"
 
 
+def main() -> int:
+    """Write or check the page."""
+    return write_or_check(PAGE, page(), sys.argv[1:])
+
+
 if __name__ == "__main__":
-    raise SystemExit(write_or_check(PAGE, page(), sys.argv[1:]))
+    raise SystemExit(main())

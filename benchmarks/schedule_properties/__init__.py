@@ -36,9 +36,8 @@ from typing import Any, get_args
 from benchmarks.case_rows import say
 from benchmarks.schedule_properties.checks import Control, Leg, check, run_of
 from benchmarks.schedule_properties.plans import plan_of
-from megatron_opd.buffer.batcher import INCOMPLETE_BATCH
-from megatron_opd.buffer.spread import REASONS
 from megatron_opd.controller.errors import LoopFailed
+from megatron_opd.records.drops import GROUP_REASONS, INCOMPLETE_BATCH
 
 Tree = dict[str, Any]
 CONTROLLED, LEAST_CONTROLLED = 0.02, 500
@@ -135,7 +134,9 @@ def _figures(legs: list[Leg]) -> Tree:
         "updates": last.accounting.updates,
         "consumed": last.accounting.consumed,
         "dropped": sum(last.accounting.dropped.values()),
-        "dropped_for_rewards": sum(last.accounting.dropped.get(reason, 0) for reason in REASONS),
+        "dropped_for_rewards": sum(
+            last.accounting.dropped.get(reason, 0) for reason in GROUP_REASONS
+        ),
         "restarts": sum(leg.servers.restarts for leg in legs),
         "servers_lost": sum(server.losses for leg in legs for server in leg.servers.all),
         "ended_early": legs[0].told_to_end,

@@ -17,15 +17,15 @@ from benchmarks.schedule_properties.world import (
     Teacher,
     make_prompt,
 )
-from megatron_opd.buffer.batcher import INCOMPLETE_BATCH
 from megatron_opd.buffer.permits import staleness_versions
-from megatron_opd.buffer.spread import REASONS, GroupRule
+from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.metrics.types import Accounting, Depths, WeightSyncReport
+from megatron_opd.records.drops import GROUP_REASONS, INCOMPLETE_BATCH
 from megatron_opd.records.types import Batch, Prompt, Rollout, Sample
 from megatron_opd.sim.clock import run_virtual
 
@@ -211,7 +211,7 @@ def _check_verdicts(legs: list[Leg], rule: GroupRule) -> None:
         members = range(first, first + size)
         why = {reasons[uid] for uid in members if uid in reasons}
         why.discard(INCOMPLETE_BATCH)  # it was kept
-        if why - set(REASONS):
+        if why - set(GROUP_REASONS):
             continue  # it lost a member
         left_out = reasons.get(first) == INCOMPLETE_BATCH
         if not (why or left_out or first in consumed):

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from megatron_opd.buffer.buffer import SampleBuffer
 from megatron_opd.buffer.rejection import SampleRejected
+from megatron_opd.records.drops import INCOMPLETE_BATCH
 from megatron_opd.records.types import AnySample
-
-INCOMPLETE_BATCH = "incomplete_batch"
 
 
 class BatchIncomplete(SampleRejected):

@@ -10,8 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from megatron_opd.buffer.rejection import SampleRejected
-
-GROUP_INCOMPLETE = "group_incomplete"
+from megatron_opd.records.drops import GROUP_INCOMPLETE
 
 
 class GroupIncomplete(SampleRejected):

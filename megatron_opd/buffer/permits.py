@@ -20,9 +20,8 @@ import asyncio
 from collections.abc import Collection, Iterable
 
 from megatron_opd.buffer.rejection import TooOld
+from megatron_opd.records.drops import TOO_STALE
 from megatron_opd.records.types import AnySample, Batch
-
-TOO_STALE = "too_stale"
 
 
 class TooStale(TooOld):

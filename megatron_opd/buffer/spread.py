@@ -28,11 +28,9 @@ from typing import Literal
 import msgspec
 
 from megatron_opd.config.selection import RewardSpread
+from megatron_opd.records.drops import ALL_RIGHT, ALL_WRONG, NO_REWARD_SPREAD
 from megatron_opd.records.types import AnySample, Prompt
 
-ALL_RIGHT, ALL_WRONG, NO_SPREAD = "all_right", "all_wrong", "no_reward_spread"
-"""Reasons that samples are dropped for: every reward of the group is 1, or 0; or neither."""
-REASONS = (ALL_RIGHT, ALL_WRONG, NO_SPREAD)
 Found = Literal["differ", "alike", "unjudged"]
 
 
@@ -159,7 +157,7 @@ class SpreadFilter:
             return None
         if min(known) >= 1:
             return ALL_RIGHT
-        return ALL_WRONG if max(known) <= 0 else NO_SPREAD
+        return ALL_WRONG if max(known) <= 0 else NO_REWARD_SPREAD
 
     def _settle(self) -> list[GroupVerdict]:
         """Count in order as far as all is known, then look at groups that wait."""

@@ -14,7 +14,8 @@ from megatron_opd.data.tasks.base import Verifier
 from megatron_opd.data.tasks.code import CODE
 from megatron_opd.data.verifiers.messages import Call
 from megatron_opd.data.verifiers.pool import PoolLimits, VerifierPool
-from megatron_opd.data.verifiers.reward import FAILED, VerifierFailed, checked_reward
+from megatron_opd.data.verifiers.reward import VerifierFailed, checked_reward
+from megatron_opd.records.drops import VERIFIER_FAILED
 from megatron_opd.records.types import RightAnswer
 
 
@@ -69,7 +70,7 @@ class TaskVerifiers:
             try:
                 answers = (joined(answers),)
             except ValueError as error:
-                raise VerifierFailed(FAILED, f"{task}: {error}") from None
+                raise VerifierFailed(VERIFIER_FAILED, f"{task}: {error}") from None
         best = 0.0
         for each in answers:
             best = max(best, await self._verify(task, response, each))

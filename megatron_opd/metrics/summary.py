@@ -10,8 +10,8 @@ from typing import Any
 
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
+from megatron_opd.records.drops import ABORTED
 
-ABORTED = "aborted"
 PACKAGES = {"torch": "torch", "megatron_core": "megatron-core", "sglang": "sglang"}
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from megatron_opd.buffer.spread import REASONS
 from megatron_opd.metrics.cache_size import CacheSizes
 from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.rewards import RewardStats
@@ -13,6 +12,7 @@ from megatron_opd.metrics.routing import RoutingTotals
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.throughput import StageTimes, Throughput
 from megatron_opd.metrics.types import Max, Mean, UpdateFigures, WeightSyncReport
+from megatron_opd.records.drops import GROUP_REASONS
 from megatron_opd.records.types import AnyRollout, Batch
 
 
@@ -75,7 +75,9 @@ class RunTotals:
 
     def dropped_groups(self) -> dict[str, int]:
         """Return how many groups were dropped for their rewards, by column."""
-        return {f"groups_{reason}": self.drops[reason] // self.group_size for reason in REASONS}
+        return {
+            f"groups_{reason}": self.drops[reason] // self.group_size for reason in GROUP_REASONS
+        }
 
     def add_update(
         self, batch: Batch, figures: UpdateFigures, started_s: float, finished_s: float

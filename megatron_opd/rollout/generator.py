@@ -11,6 +11,12 @@ from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import RolloutConfig
 from megatron_opd.config.supports import Support
+from megatron_opd.records.drops import (
+    ABORTED,
+    EMPTY_RESPONSE,
+    ROLLOUT_TIMED_OUT,
+    STUDENT_UNREACHABLE,
+)
 from megatron_opd.records.seeds import ROLLOUT, derived_seed
 from megatron_opd.records.types import (
     AnyRollout,
@@ -21,9 +27,6 @@ from megatron_opd.records.types import (
 from sglang_bridge.errors import BadReply, RequestAborted, ServerUnreachable
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.retry import Backoff, is_unanswered, retried
-
-ABORTED, EMPTY = "aborted", "empty_response"
-TIMED_OUT, UNREACHABLE = "timed_out", "student_unreachable"
 
 
 class RolloutFleet(Protocol):
@@ -106,7 +109,7 @@ class RolloutGenerator:
             raise RolloutRejected(ABORTED, str(error)) from error
         except ServerUnreachable as error:
             raise RolloutRejected(
-                TIMED_OUT if error.timed_out else UNREACHABLE, str(error)
+                ROLLOUT_TIMED_OUT if error.timed_out else STUDENT_UNREACHABLE, str(error)
             ) from error
 
     def _once(self, prompt: Prompt, restarts: int) -> Awaitable[AnyRollout]:
@@ -158,7 +161,7 @@ def as_rollout(
     RolloutRejected: it is empty. BadReply: it has no draws.
     """
     if len(reply.output_ids_T) == 0:
-        raise RolloutRejected(EMPTY, f"prompt {prompt.uid}")
+        raise RolloutRejected(EMPTY_RESPONSE, f"prompt {prompt.uid}")
     if reply.draws is None:
         raise BadReply(f"{reply.url}: request {request.rid} came back without draws")
     return Rollout(

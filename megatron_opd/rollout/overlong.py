@@ -14,9 +14,9 @@ from megatron_opd.config.selection import (
     OverlongConfig,
     SoftPenalty,
 )
+from megatron_opd.records.drops import OVERLONG
 from megatron_opd.records.types import AnyRollout
 
-OVERLONG = "overlong"
 CUT = "length"
 
 

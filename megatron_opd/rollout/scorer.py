@@ -17,20 +17,24 @@ from megatron_opd.config.roles import Role, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.data.verifiers.reward import VerifierFailed
+from megatron_opd.records.drops import (
+    NO_ANSWER,
+    TEACHER_BAD_REPLY,
+    TEACHER_REFUSED,
+    TEACHER_TIMED_OUT,
+    TEACHER_UNAVAILABLE,
+    TEACHER_UNREACHABLE,
+)
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.seeds import SCORE, derived_seed
 from megatron_opd.records.types import AnyRollout, AnySample, HeldRollout, HeldSample, Sample
 from megatron_opd.rollout.overlong import Length, judged_length
 from megatron_opd.rollout.score_requests import TeacherAsk, asked_of
-from megatron_opd.rollout.scores import BAD_REPLY, scored, unscored
+from megatron_opd.rollout.scores import scored, unscored
 from sglang_bridge.errors import BadReply, BridgeError, ServerUnreachable
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import ScoreReply, ScoreRequest
 from sglang_bridge.retry import Backoff, is_transient, retried
-
-UNREACHABLE, REFUSED = "teacher_unreachable", "teacher_refused"
-TIMED_OUT = "teacher_timed_out"
-NO_ANSWER = "no_answer"
 
 Answer = TypeVar("Answer")
 
@@ -163,10 +167,12 @@ class FleetScorer:
 
 def _reason(error: BridgeError) -> str:
     if isinstance(error, BadReply):
-        return BAD_REPLY
+        return TEACHER_BAD_REPLY
     if isinstance(error, ServerUnreachable) and error.timed_out:
-        return TIMED_OUT
-    return UNREACHABLE if is_transient(error) else REFUSED
+        return TEACHER_TIMED_OUT
+    if not is_transient(error):
+        return TEACHER_REFUSED
+    return TEACHER_UNREACHABLE if isinstance(error, ServerUnreachable) else TEACHER_UNAVAILABLE
 
 
 def make_scorer(

@@ -11,11 +11,15 @@ from dataclasses import replace
 import numpy as np
 
 from megatron_opd.buffer.rejection import ScoreRejected
+from megatron_opd.records.drops import (
+    TEACHER_BAD_REPLY,
+    TEACHER_INFINITE,
+    TEACHER_MISSHAPEN,
+    TEACHER_NAN,
+    TEACHER_UNKNOWN_ID,
+)
 from megatron_opd.records.types import FloatArray, Rollout, Sample
 from sglang_bridge.protocol import DrawCache, ScoreReply, ScoreRequest, Selection
-
-BAD_REPLY, UNKNOWN_ID = "teacher_bad_reply", "teacher_unknown_id"
-MISSHAPEN, NAN, INFINITE = "teacher_misshapen", "teacher_nan", "teacher_infinite"
 
 
 def unscored(
@@ -37,11 +41,13 @@ def scored(sample: Sample, request: ScoreRequest, reply: ScoreReply, vocab_size:
     if not request.selects:
         return replace(sample, teacher_logp_N=checked(reply.logp_N, rollout.draws.num_ids))
     if reply.selection is None:
-        raise ScoreRejected(BAD_REPLY, f"request {request.rid} came back without a selection")
+        raise ScoreRejected(
+            TEACHER_BAD_REPLY, f"request {request.rid} came back without a selection"
+        )
     draws = selected(rollout.draws, reply.selection)
     largest = int(draws.ids_N.max(initial=0))
     if largest >= vocab_size:
-        raise ScoreRejected(UNKNOWN_ID, f"{largest}, the student has {vocab_size} ids")
+        raise ScoreRejected(TEACHER_UNKNOWN_ID, f"{largest}, the student has {vocab_size} ids")
     teacher_logp_N = checked(reply.selection.logp_N, draws.num_ids)
     return replace(sample, rollout=replace(rollout, draws=draws), teacher_logp_N=teacher_logp_N)
 
@@ -57,7 +63,9 @@ def selected(path: DrawCache, selection: Selection) -> DrawCache:
         selection.ids_N[path_T], path.ids_N[path.path_T]
     )
     if not rows_fit:
-        raise ScoreRejected(MISSHAPEN, f"the selection is not of these {path.num_tokens} tokens")
+        raise ScoreRejected(
+            TEACHER_MISSHAPEN, f"the selection is not of these {path.num_tokens} tokens"
+        )
     sampler_logp_N = np.full(len(selection.ids_N), np.nan, dtype=np.float32)
     sampler_logp_N[path_T] = path.sampler_logp_N[path.path_T]
     return replace(
@@ -77,9 +85,11 @@ def checked(logp_N: FloatArray, num_ids: int) -> FloatArray:
     """
     logp_N = np.asarray(logp_N, dtype=np.float32)
     if logp_N.shape != (num_ids,):
-        raise ScoreRejected(MISSHAPEN, f"expected {num_ids} scores, got shape {logp_N.shape}")
+        raise ScoreRejected(
+            TEACHER_MISSHAPEN, f"expected {num_ids} scores, got shape {logp_N.shape}"
+        )
     if np.isnan(logp_N).any():
-        raise ScoreRejected(NAN, f"{int(np.isnan(logp_N).sum())} of {num_ids} scores")
+        raise ScoreRejected(TEACHER_NAN, f"{int(np.isnan(logp_N).sum())} of {num_ids} scores")
     if np.isinf(logp_N).any():
-        raise ScoreRejected(INFINITE, f"{int(np.isinf(logp_N).sum())} of {num_ids} scores")
+        raise ScoreRejected(TEACHER_INFINITE, f"{int(np.isinf(logp_N).sum())} of {num_ids} scores")
     return logp_N

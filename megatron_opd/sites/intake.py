@@ -14,6 +14,7 @@ from functools import partial
 
 from megatron_opd.buffer.rejection import RolloutRejected, SampleRejected, SamplesLost, TooOld
 from megatron_opd.controller.ports import TeacherScorer
+from megatron_opd.records.drops import TOO_LATE
 from megatron_opd.records.types import (
     AnyRollout,
     AnySample,
@@ -32,7 +33,6 @@ from megatron_opd.wire.link.counts import LinkCounts
 from sglang_bridge.arrays import pack
 from sglang_bridge.errors import one_line
 
-TOO_LATE = "too_late"
 REASON_CHARS = 64
 
 Hold = Callable[[str, int], float]

@@ -24,6 +24,7 @@ from megatron_opd.config.defaults import said
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.roles import STUDENT, Role, all_roles, section_of
 from megatron_opd.config.schema import Config
+from megatron_opd.config.selection import RewardSpread
 from megatron_opd.config.site_bounds import is_open, permits, slots_by_site, staleness_bound
 from megatron_opd.config.speedups import choose_speedups
 from megatron_opd.data.unread_columns import unread_columns
@@ -36,6 +37,7 @@ from megatron_opd.inputs.rendering import first_prompt
 from megatron_opd.inputs.weights import check_finite, has_weights
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.losses.formulas import formula
+from megatron_opd.records.drops import DROPS
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge import open_files
 
@@ -85,6 +87,7 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
         ),
         *((f"{role} servers", server_row(config, role)) for role in models),
         *site_rows(config),
+        *drop_rows(config),
         ("open files", open_files_row(config)),
         ("run directory", str(config.run.dir)),
     ]
@@ -121,6 +124,25 @@ def site_rows(config: Config) -> list[tuple[str, str]]:
         f"others after {sites.lost_after_s:g} s"
     )
     return [*rows, ("sites connect to", bound)]
+
+
+def drop_rows(config: Config) -> list[tuple[str, str]]:
+    """Return a line for each reason for which a sample of this run may be dropped."""
+    estimator, selection = config.estimator, config.selection
+    possible = {
+        "any": True,
+        "teacher": estimator.reads_teacher,
+        "reward": estimator.reads_reward,
+        "group": estimator.reads_groups,
+        "spread": isinstance(selection.groups, RewardSpread),
+        "overlong": selection.overlong.type == "filter",
+        "sites": bool(config.sites.members),
+    }
+    return [
+        ("may drop", f"{drop.word}: {drop.meaning}; {drop.remedy}")
+        for drop in DROPS.values()
+        if possible[drop.where]
+    ]
 
 
 def kernel_rows(config: Config, *, moe: bool) -> list[tuple[str, str]]:

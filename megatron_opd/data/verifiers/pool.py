@@ -13,9 +13,10 @@ from types import TracebackType
 
 from megatron_opd.data.verifiers.messages import Ask, Call, Setup
 from megatron_opd.data.verifiers.process import WorkerProcess
-from megatron_opd.data.verifiers.reward import BAD_REWARD, DIED, FAILED, VerifierFailed
+from megatron_opd.data.verifiers.reward import VerifierFailed
+from megatron_opd.records.drops import VERIFIER_BAD_REWARD, VERIFIER_DIED, VERIFIER_FAILED
 
-_STILL_FIT = (FAILED, BAD_REWARD)
+_STILL_FIT = (VERIFIER_FAILED, VERIFIER_BAD_REWARD)
 """After these a worker is asked again; after any other reason another one takes its place."""
 
 
@@ -86,7 +87,7 @@ class VerifierPool:
             fit = True
             return reward
         except OSError as error:
-            raise VerifierFailed(DIED, f"a worker cannot be started: {error}") from error
+            raise VerifierFailed(VERIFIER_DIED, f"a worker cannot be started: {error}") from error
         except VerifierFailed as failed:
             fit = failed.reason in _STILL_FIT
             raise

@@ -26,7 +26,8 @@ from megatron_opd.data.verifiers.messages import (
     framed,
     read_reply,
 )
-from megatron_opd.data.verifiers.reward import DIED, TIMED_OUT, VerifierFailed
+from megatron_opd.data.verifiers.reward import VerifierFailed
+from megatron_opd.records.drops import VERIFIER_DIED, VERIFIER_TIMED_OUT
 
 STARTUP_S = 120.0
 """Longest time in which a worker imports its verifiers."""
@@ -73,11 +74,11 @@ class WorkerProcess:
         except (EOFError, OSError, ValueError, TimeoutError) as error:
             writer.close()
             why = f"{type(error).__name__} {line(error)}"
-            raise VerifierFailed(DIED, f"a worker did not start: {why}") from None
+            raise VerifierFailed(VERIFIER_DIED, f"a worker did not start: {why}") from None
         if not isinstance(reply, Ready):
             writer.close()
             why = reply.detail if isinstance(reply, FailedReply) else "it answered a question"
-            raise VerifierFailed(DIED, f"a worker did not start: {why}")
+            raise VerifierFailed(VERIFIER_DIED, f"a worker did not start: {why}")
         return reader, writer
 
     async def ready(self) -> None:
@@ -85,7 +86,7 @@ class WorkerProcess:
         await asyncio.shield(self._opened)
 
     async def ask(self, ask: Ask, timeout_s: float) -> float:
-        """Return the reward. Raises VerifierFailed; the process is of no use after DIED."""
+        """Return the reward. VerifierFailed; after VERIFIER_DIED it is of no use."""
         reader, writer = await asyncio.shield(self._opened)
         answered = asyncio.ensure_future(self._answered(reader, writer, ask))
         try:
@@ -94,19 +95,23 @@ class WorkerProcess:
                 await asyncio.wait({answered}, timeout=GRACE_S)
             if not answered.done():
                 raise VerifierFailed(
-                    TIMED_OUT, f"the verifier of {ask.task} took over {timeout_s:g} s"
+                    VERIFIER_TIMED_OUT, f"the verifier of {ask.task} took over {timeout_s:g} s"
                 )
             reply = answered.result()
         except EOFError:
-            raise VerifierFailed(DIED, f"the verifier of {ask.task} ended its process") from None
+            raise VerifierFailed(
+                VERIFIER_DIED, f"the verifier of {ask.task} ended its process"
+            ) from None
         except (OSError, ValueError) as error:
-            raise VerifierFailed(DIED, f"the verifier of {ask.task}: {line(error)}") from None
+            raise VerifierFailed(
+                VERIFIER_DIED, f"the verifier of {ask.task}: {line(error)}"
+            ) from None
         finally:
             answered.cancel()
         if isinstance(reply, FailedReply):
             raise VerifierFailed(reply.reason, reply.detail)
         if not isinstance(reply, Judgement):
-            raise VerifierFailed(DIED, f"a worker sent {reply!r} for a judgement")
+            raise VerifierFailed(VERIFIER_DIED, f"a worker sent {reply!r} for a judgement")
         return reply.reward
 
     async def _answered(

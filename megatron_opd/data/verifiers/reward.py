@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from typing import Any
 
-TIMED_OUT, OUT_OF_MEMORY = "verifier_timed_out", "verifier_out_of_memory"
-FAILED, DIED, BAD_REWARD = "verifier_failed", "verifier_died", "verifier_bad_reward"
-REASONS = (TIMED_OUT, OUT_OF_MEMORY, FAILED, DIED, BAD_REWARD)
+from megatron_opd.records.drops import VERIFIER_BAD_REWARD
 
 
 class VerifierFailed(Exception):
-    """Reports that a verifier gave no judgement. `reason`: one of REASONS, to count.
+    """Reports that a verifier gave no judgement. `reason`: one of VERIFIER_REASONS, to count.
 
     detail: one line for the log.
     """
@@ -30,5 +28,7 @@ def checked_reward(judgement: Any) -> float:
     if not isinstance(judgement, bool | int | float) or not 0 <= judgement <= 1:
         plain = isinstance(judgement, float | str | None)
         given = repr(judgement)[:40] if plain else f"a value of type {type(judgement).__name__}"
-        raise VerifierFailed(BAD_REWARD, f"must be a bool or a number in [0, 1], got {given}")
+        raise VerifierFailed(
+            VERIFIER_BAD_REWARD, f"must be a bool or a number in [0, 1], got {given}"
+        )
     return float(judgement)

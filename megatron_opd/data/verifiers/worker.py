@@ -28,7 +28,8 @@ from megatron_opd.data.verifiers.messages import (
     framed,
     receive_request,
 )
-from megatron_opd.data.verifiers.reward import FAILED, OUT_OF_MEMORY, VerifierFailed, checked_reward
+from megatron_opd.data.verifiers.reward import VerifierFailed, checked_reward
+from megatron_opd.records.drops import VERIFIER_FAILED, VERIFIER_OUT_OF_MEMORY
 
 Verifiers = Mapping[str, Callable[[str, str], Any]]
 _PR_SET_PDEATHSIG = 1
@@ -62,10 +63,10 @@ def judged(verifiers: Verifiers, ask: Ask) -> Reply:
         return FailedReply(failed.reason, line(failed.detail))
     except MemoryError:
         return FailedReply(
-            OUT_OF_MEMORY, f"the verifier of {ask.task} exceeded verifier.memory_bytes"
+            VERIFIER_OUT_OF_MEMORY, f"the verifier of {ask.task} exceeded verifier.memory_bytes"
         )
     except BaseException as error:  # noqa: BLE001  a verifier may raise SystemExit too
-        return FailedReply(FAILED, described(error))
+        return FailedReply(VERIFIER_FAILED, described(error))
 
 
 def described(error: BaseException) -> str:
@@ -85,7 +86,7 @@ def main(descriptor: int, parent: int) -> None:
     try:
         verifiers = loaded(setup)
     except ValueError as error:
-        connection.sendall(framed(FailedReply(FAILED, line(error))))
+        connection.sendall(framed(FailedReply(VERIFIER_FAILED, line(error))))
         return
     connection.sendall(framed(Ready()))
     while True:
@@ -96,7 +97,7 @@ def main(descriptor: int, parent: int) -> None:
         assert isinstance(ask, Ask), "a worker is set up once"
         reply = judged(verifiers, ask)
         connection.sendall(framed(reply))
-        if isinstance(reply, FailedReply) and reply.reason == OUT_OF_MEMORY:
+        if isinstance(reply, FailedReply) and reply.reason == VERIFIER_OUT_OF_MEMORY:
             return  # what else failed to allocate meanwhile is not known
 
 

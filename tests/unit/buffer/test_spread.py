@@ -7,16 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_opd.buffer.spread import (
-    ALL_RIGHT,
-    ALL_WRONG,
-    NO_SPREAD,
-    GroupRule,
-    GroupVerdict,
-    NothingToLearn,
-    SpreadFilter,
-)
+from megatron_opd.buffer.spread import GroupRule, GroupVerdict, NothingToLearn, SpreadFilter
 from megatron_opd.config.selection import RewardSpread
+from megatron_opd.records.drops import ALL_RIGHT, ALL_WRONG, NO_REWARD_SPREAD
 from megatron_opd.records.types import Sample
 from tests.support.fakes import make_sample
 
@@ -47,10 +40,10 @@ def rule(**limits: object) -> GroupRule:
         ((0.0, 1.0), 0.0, None),
         ((1.0, 1.0), 0.0, ALL_RIGHT),
         ((0.0, 0.0), 0.0, ALL_WRONG),
-        ((0.5, 0.5), 0.0, NO_SPREAD),
+        ((0.5, 0.5), 0.0, NO_REWARD_SPREAD),
         ((0.5, 0.6), 0.0, None),
-        ((0.5, 0.6), 0.2, NO_SPREAD),
-        ((0.9, 1.0), 0.2, NO_SPREAD),
+        ((0.5, 0.6), 0.2, NO_REWARD_SPREAD),
+        ((0.9, 1.0), 0.2, NO_REWARD_SPREAD),
         ((None, 0.0), 0.0, None),
     ],
 )

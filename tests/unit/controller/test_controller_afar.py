@@ -7,13 +7,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_opd.buffer.permits import TOO_STALE, staleness_versions
+from megatron_opd.buffer.permits import staleness_versions
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.site_bounds import open_permits
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import ROUNDS_TOO_OLD, Afar
+from megatron_opd.records.drops import TOO_STALE
 from megatron_opd.records.types import Prompt, Rollout, VersionSpan
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.sites.intake import TooLate

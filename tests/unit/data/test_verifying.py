@@ -7,8 +7,9 @@ import pytest
 
 from megatron_opd.config.verifier import CodeConfig, VerifierConfig
 from megatron_opd.data.tasks import TASKS
-from megatron_opd.data.verifiers.reward import BAD_REWARD, FAILED, VerifierFailed
+from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.data.verifying import TaskVerifiers, call_of
+from megatron_opd.records.drops import VERIFIER_BAD_REWARD, VERIFIER_FAILED
 from megatron_opd.records.types import RightAnswer
 from tests.support.programs import ADDS, ASSERTS, isolated
 
@@ -39,14 +40,14 @@ def judged(task: str, response: str, answer: RightAnswer, settings: VerifierConf
         ("math", "\\boxed{\\frac{1}{2}}", "0.5", 1.0, 1),
         ("json_schema", "[1]", '{"type": "array"}', 1.0, 1),
         (f"{ROGUE}:graded", "ab", "ac", 0.5, 1),
-        (f"{ROGUE}:rogue", "returns", "two", BAD_REWARD, 1),
+        (f"{ROGUE}:rogue", "returns", "two", VERIFIER_BAD_REWARD, 1),
         ("exact", "12.0", ("12", "12.0"), 1.0, 0),
         ("exact", "12", ("12", "12.0"), 1.0, 0),
         ("exact", "13", ("12", "12.0"), 0.0, 0),
         ("math", "\\boxed{\\frac{1}{2}}", ("7", "0.50"), 1.0, 1),
         ("math", "1000", ("1e3", "2"), 1.0, 1),
         (f"{ROGUE}:graded", "ab", ("zz", "ac", "bb"), 0.5, 1),
-        ("code", "", ("x = 1", '{"inputs": [], "outputs": []}'), FAILED, 1),
+        ("code", "", ("x = 1", '{"inputs": [], "outputs": []}'), VERIFIER_FAILED, 1),
         (f"{ROGUE}:rogue", "says_its_id", os.devnull, 1.0, 1),
     ],
 )

@@ -16,7 +16,7 @@ from megatron_opd.config.verifier import VerifierConfig
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.response_text import ResponseText
 from megatron_opd.data.tokenizer import build_tokenizer
-from megatron_opd.data.verifiers.reward import TIMED_OUT, VerifierFailed
+from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.evaluation.measure import (
     Completion,
@@ -25,6 +25,7 @@ from megatron_opd.evaluation.measure import (
     FleetPort,
     evaluate,
 )
+from megatron_opd.records.drops import VERIFIER_TIMED_OUT
 from megatron_opd.records.types import Prompt
 from sglang_bridge.fleet import Fleet
 
@@ -216,7 +217,7 @@ class Scripted:
 
     async def verify(self, task, response, answer):
         if response.startswith("#0"):
-            raise VerifierFailed(TIMED_OUT, "1 s")
+            raise VerifierFailed(VERIFIER_TIMED_OUT, "1 s")
         return int(response[1]) / 4
 
 
@@ -226,7 +227,7 @@ def test_a_partial_reward_is_not_correct_and_a_failed_verifier_is_wrong_and_coun
     report = run(port, ["1", "2"], judge)
     assert report.accuracy_pct == 25
     assert report.mean_reward == pytest.approx((4 + 3 + 0 + 1) / 16)
-    assert report.verifier_failures == {TIMED_OUT: 1}
+    assert report.verifier_failures == {VERIFIER_TIMED_OUT: 1}
     assert report.line().endswith(", 1 counted as wrong: verifier_timed_out")
 
 

@@ -9,7 +9,8 @@ import pytest
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.sections import ScoringConfig
-from megatron_opd.data.verifiers.reward import REASONS, VerifierFailed
+from megatron_opd.data.verifiers.reward import VerifierFailed
+from megatron_opd.records.drops import VERIFIER_REASONS
 from megatron_opd.records.types import VersionSpan
 from megatron_opd.rollout.overlong import Length
 from megatron_opd.rollout.scorer import FleetScorer
@@ -190,7 +191,7 @@ def test_a_missing_answer_drops_the_sample_before_a_teacher_is_asked(estimator):
 
 
 @pytest.mark.parametrize("estimator", [{}, GRPO, WITH_TEACHER])
-@pytest.mark.parametrize("reason", REASONS)
+@pytest.mark.parametrize("reason", VERIFIER_REASONS)
 def test_a_failed_verifier_drops_the_sample_before_a_teacher_is_asked(estimator, reason):
     fleet = FakeFleet(GOOD)
     scorer = make_scorer({"teacher": fleet}, estimator, giving(VerifierFailed(reason, "why")))

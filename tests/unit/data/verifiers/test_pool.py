@@ -13,13 +13,13 @@ import pytest
 
 from megatron_opd.data.verifiers.messages import Call
 from megatron_opd.data.verifiers.pool import PoolLimits, VerifierPool
-from megatron_opd.data.verifiers.reward import (
-    BAD_REWARD,
-    DIED,
-    FAILED,
-    OUT_OF_MEMORY,
-    TIMED_OUT,
-    VerifierFailed,
+from megatron_opd.data.verifiers.reward import VerifierFailed
+from megatron_opd.records.drops import (
+    VERIFIER_BAD_REWARD,
+    VERIFIER_DIED,
+    VERIFIER_FAILED,
+    VERIFIER_OUT_OF_MEMORY,
+    VERIFIER_TIMED_OUT,
 )
 from tests.support.paths import ROOT
 
@@ -71,17 +71,17 @@ def test_verifiers_are_asked_with_their_options():
 @pytest.mark.parametrize(
     ("response", "answer", "reason"),
     [
-        ("raises", "", FAILED),
-        ("raises_unprintable", "", FAILED),
-        ("exits", "", FAILED),
-        ("recurses", "", FAILED),
-        ("unknown name", "", FAILED),
-        ("returns", "nan", BAD_REWARD),
-        ("returns", "two", BAD_REWARD),
-        ("returns", "none", BAD_REWARD),
-        ("crashes", "", DIED),
-        ("ends", "", DIED),
-        ("eats_memory", "", OUT_OF_MEMORY),
+        ("raises", "", VERIFIER_FAILED),
+        ("raises_unprintable", "", VERIFIER_FAILED),
+        ("exits", "", VERIFIER_FAILED),
+        ("recurses", "", VERIFIER_FAILED),
+        ("unknown name", "", VERIFIER_FAILED),
+        ("returns", "nan", VERIFIER_BAD_REWARD),
+        ("returns", "two", VERIFIER_BAD_REWARD),
+        ("returns", "none", VERIFIER_BAD_REWARD),
+        ("crashes", "", VERIFIER_DIED),
+        ("ends", "", VERIFIER_DIED),
+        ("eats_memory", "", VERIFIER_OUT_OF_MEMORY),
     ],
 )
 def test_what_goes_wrong_is_counted_and_the_next_response_is_judged(response, answer, reason):
@@ -100,7 +100,7 @@ def test_what_goes_wrong_is_counted_and_the_next_response_is_judged(response, an
 def test_a_verifier_that_hangs_is_ended(response):
     async def scenario(found):
         before = found.pids
-        assert await outcome(found, response) == TIMED_OUT
+        assert await outcome(found, response) == VERIFIER_TIMED_OUT
         return before
 
     (before,) = with_pool(scenario, timeout_s=0.5)
@@ -146,7 +146,7 @@ def test_a_lost_worker_is_noticed_between_two_responses():
         os.kill(pid, signal.SIGKILL)
         return [await outcome(found, "returns", "half") for _ in range(2)]
 
-    assert with_pool(scenario) == [DIED, 0.5]
+    assert with_pool(scenario) == [VERIFIER_DIED, 0.5]
 
 
 def test_the_event_loop_goes_on_while_verifiers_work():
@@ -159,7 +159,7 @@ def test_the_event_loop_goes_on_while_verifiers_work():
         return await asked, ticks
 
     reasons, ticks = with_pool(scenario, workers=2, timeout_s=0.3)
-    assert reasons == [TIMED_OUT] * 4
+    assert reasons == [VERIFIER_TIMED_OUT] * 4
     assert ticks > 10
 
 
@@ -177,7 +177,7 @@ def test_a_verifier_that_cannot_be_imported_is_refused_at_the_start(path, words)
 
     with pytest.raises(VerifierFailed, match=words) as caught:
         asyncio.run(scenario())
-    assert caught.value.reason == DIED
+    assert caught.value.reason == VERIFIER_DIED
 
 
 CONTROLLER = """
@@ -187,7 +187,7 @@ from megatron_opd.data.verifiers.pool import PoolLimits, WorkerPool
 
 async def main():
     call = Call("tests.support.rogue_verifiers:rogue")
-    async with WorkerPool({"rogue": call}, PoolLimits(2, 300.0, 2**31)) as pool:
+    async with VerifierPool({"rogue": call}, PoolLimits(2, 300.0, 2**31)) as pool:
         print(*pool.pids, flush=True)
         await pool.verify("rogue", "hangs_in_c", "")
 

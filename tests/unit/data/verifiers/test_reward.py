@@ -5,7 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from megatron_opd.data.verifiers.reward import BAD_REWARD, VerifierFailed, checked_reward
+from megatron_opd.data.verifiers.reward import VerifierFailed, checked_reward
+from megatron_opd.records.drops import VERIFIER_BAD_REWARD
 
 
 @pytest.mark.parametrize(
@@ -39,5 +40,5 @@ class Hostile:
 def test_anything_else_is_a_counted_failure(judgement):
     with pytest.raises(VerifierFailed) as caught:
         checked_reward(judgement)
-    assert caught.value.reason == BAD_REWARD
+    assert caught.value.reason == VERIFIER_BAD_REWARD
     assert len(str(caught.value)) < 200

@@ -179,8 +179,8 @@ def test_the_whole_tree_is_gone_when_the_call_returns(then, ended):
 
 CALLER = """
 import sys
-from megatron_opd.data.verifiers.sandbox.run import Limits, run_program
-run_program(sys.argv[1], "", Limits(processes=8), 300.0)
+from megatron_opd.data.verifiers.sandbox.run import SandboxLimits, run_program
+run_program(sys.argv[1], "", SandboxLimits(processes=8), 300.0)
 """
 
 
