@@ -183,7 +183,7 @@ def test_a_verifier_that_cannot_be_imported_is_refused_at_the_start(path, words)
 CONTROLLER = """
 import asyncio, sys
 from megatron_opd.data.verifiers.messages import Call
-from megatron_opd.data.verifiers.pool import PoolLimits, WorkerPool
+from megatron_opd.data.verifiers.pool import PoolLimits, VerifierPool
 
 async def main():
     call = Call("tests.support.rogue_verifiers:rogue")
