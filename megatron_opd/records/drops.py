@@ -73,7 +73,7 @@ TEACHER_UNREACHABLE = _drop(
 TEACHER_UNAVAILABLE = _drop(
     "teacher_unavailable",
     "teacher",
-    "a teacher server answered 429 or 5xx in all attempts: it is overloaded, or not ready",
+    "a teacher server answered 429 or 5xx, or gave the request up, in all attempts",
     "lower scoring.concurrency, add teacher servers, raise scoring.attempts",
 )
 TEACHER_TIMED_OUT = _drop(

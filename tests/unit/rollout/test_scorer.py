@@ -85,12 +85,20 @@ def test_transient_errors_are_retried_with_growing_waits(error):
     assert elapsed_s == pytest.approx(0.2 + 0.4)
 
 
-def test_retries_are_bounded_and_then_drop_the_sample():
-    fleet, run = score(UNREACHABLE, attempts=4)
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (UNREACHABLE, "teacher_unreachable"),
+        (ServerRefused("http://t:1", "/generate", 503, "busy"), "teacher_unavailable"),
+        (RequestAborted("aborted"), "teacher_unavailable"),
+    ],
+)
+def test_retries_are_bounded_and_then_drop_the_sample(error, reason):
+    fleet, run = score(error, attempts=4)
     with pytest.raises(ScoreRejected) as caught:
         run()
     assert len(fleet.requests) == 4
-    assert caught.value.reason == "teacher_unreachable"
+    assert caught.value.reason == reason
 
 
 @pytest.mark.parametrize(
