@@ -1,7 +1,7 @@
 """Runs `opd plan`: searches for the split of GPUs, layout and schedule with the highest throughput.
 
-The search is megatron_opd/search; here are its input, the simulation of a candidate, and what is
-printed and written.
+The search, its input and the simulation of a candidate are in megatron_opd/sim/planner; here is
+what is printed and written.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from megatron_opd.cli.tables.plan import plan_report
 from megatron_opd.config.load import validate
 from megatron_opd.config.plain_yaml import dump_plain
 from megatron_opd.config.schema import Config
+from megatron_opd.config.simulation import DEFAULT_GPU
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.models import (
     check_models,
 )
 from megatron_opd.sim.planner.configs import chosen_tree
 from megatron_opd.sim.planner.demand import Window
-from megatron_opd.sim.planner.plan import DEFAULT_GPU, known_gpu, make_plan, pins_of, task_of
+from megatron_opd.sim.planner.plan import known_gpu, make_plan, pins_of, task_of
 from megatron_opd.sim.planner.result import Plan, throughput
 from megatron_opd.sim.planner.search import SearchResult
 

@@ -6,8 +6,8 @@ Axes, as name suffixes: T response tokens of one sample, N flattened (token, cac
 prompt tokens. The draw cache is the bridge's own record, as the server's reply was parsed into it.
 Torch-free, so that the controller and its tests need no deep-learning stack.
 
-Arrays may be in another process than the controller, a data worker's (megatron_opd/workers/). Then
-HeldRollout and HeldSample stand for them: they hold what the controller and its observers read.
+Arrays may be in another process than the controller, a data worker's (megatron_opd/data_workers/).
+HeldRollout and HeldSample stand for them then: what the controller and its observers read.
 Records that a controller with data workers makes for every sample are msgspec's: a frozen dataclass
 takes ten times as long to make, and the garbage collector walks it.
 """

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
 from megatron_opd.checkpoint.run_dir import RunDir
+from megatron_opd.cli.arguments import print_line
 from megatron_opd.errors import UserError
 from megatron_opd.metrics.compare import ColumnDifference, RunComparison, compare_rows
 
@@ -41,9 +41,9 @@ def compare(arguments: argparse.Namespace) -> int:
     a, b = read_rows(arguments.a), read_rows(arguments.b)
     found = compare_rows(a, b)
     if len(a) != len(b):
-        _print(f"{arguments.a} has {len(a)} updates, {arguments.b} has {len(b)}")
+        print_line(f"{arguments.a} has {len(a)} updates, {arguments.b} has {len(b)}")
     for line in report(found, tolerance):
-        _print(line)
+        print_line(line)
     return EXIT_DIFFERENT if found.beyond(tolerance) else EXIT_EQUAL
 
 
@@ -92,7 +92,3 @@ def read_rows(run_dir: Path) -> list[dict[str, Any]]:
     if not rows:
         raise UserError(f"{path} holds no update yet")
     return rows
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")

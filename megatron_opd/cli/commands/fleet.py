@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from rich.measure import Measurement
 from rich.table import Table
 
 from megatron_opd.checkpoint.run_lock import RunDirHeld, refuse_if_held
+from megatron_opd.cli.arguments import print_line
 from megatron_opd.errors import UserError
 from megatron_opd.fleet.mailbox import DIRECTORY, Answer, BadMail, Command, Sender, ServerRow
 from megatron_opd.output import new_table
@@ -54,7 +54,7 @@ def run_fleet(arguments: argparse.Namespace) -> int:
     if answer.failed:
         raise UserError(answer.line)
     if arguments.json:
-        _print(json.dumps(msgspec.to_builtins(answer.servers), indent=2))
+        print_line(json.dumps(msgspec.to_builtins(answer.servers), indent=2))
     elif arguments.action == "list":
         console, table = Console(), table_of(answer.servers)
         wide = console.options.update(max_width=MAX_WIDTH)
@@ -62,7 +62,7 @@ def run_fleet(arguments: argparse.Namespace) -> int:
         console.width = max(console.width, Measurement.get(console, wide, table).maximum)
         console.print(table)
     else:
-        _print(answer.line)
+        print_line(answer.line)
     return 0
 
 
@@ -118,7 +118,3 @@ def table_of(servers: tuple[ServerRow, ...]) -> Table:
         numbers = (version, str(row.in_flight), str(row.restarts), speed)
         table.add_row(row.role, row.url, row.state, *numbers)
     return table
-
-
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")

@@ -31,8 +31,6 @@ from megatron_opd.sim.planner.search import SearchResult, search
 from megatron_opd.sim.planner.space import Losers, Pins
 from megatron_opd.sim.world import simulate
 
-DEFAULT_GPU = "h100"
-
 
 def known_gpu(name: str) -> Gpu:
     """Return a GPU of the catalogue. UserError: it is none."""
