@@ -29,7 +29,7 @@ def update(out: Path, *, shared: bool, **arguments: Any) -> None:
 
     passes.collect_caches = counted
     if not shared:
-        learner.Passes = Unshared
+        learner.ForwardPasses = Unshared
     jobs.update(out, **arguments)
     if os.environ["RANK"] == "0":
         (out / "passes.json").write_text(json.dumps(made))

@@ -12,7 +12,7 @@ from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.config.schema import Config
 from megatron_opd.data_workers.taking import TRIES
 from megatron_opd.records.types import Batch, HeldSample
-from megatron_opd.run import build as wiring
+from megatron_opd.run import batch_learner
 from megatron_opd.run.batch_learner import BatchLearner
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.remote_learner import RemoteLearner
@@ -122,7 +122,7 @@ def held_by(share: Share, worker: int) -> int:
 def test_two_model_copies_make_every_update_together_or_not_at_all(
     model: Path, batch: Batch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(wiring, "ASK_AGAIN_S", 0.05)
+    monkeypatch.setattr(batch_learner, "ASK_AGAIN_S", 0.05)
     exact = oracle_update(model, arrived(batch), **UPDATE)
 
     async def body(ranks: Ranks) -> None:

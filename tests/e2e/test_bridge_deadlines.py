@@ -33,8 +33,9 @@ def test_growth_queues_and_pauses_take_longer_than_the_limit(student_server: Ser
             retracted = await client.progress()
             assert not retracted.tokens, "a retracted request waits"
             await asyncio.sleep(1.5 * LIMIT_S)
-            # some may have been complete before the pause: an end can be sampled at once
-            assert len(retracted.waiting) == sum(not task.done() for task in work) >= AT_ONCE
+            # some may have been complete before the pause (an end can be sampled at once), and
+            # some may have reached the scheduler after it
+            assert AT_ONCE <= len(retracted.waiting) <= sum(not task.done() for task in work)
             await client.resume()
             replies = await asyncio.gather(*work)
             assert all(0 < len(reply.output_ids_T) <= TOKENS for reply in replies)
