@@ -66,6 +66,11 @@ class Evaluations:
         return self._config.blocks
 
     @property
+    def sets(self) -> tuple[str, ...]:
+        """Returns the names of the sets, in order."""
+        return tuple(self._sets)
+
+    @property
     def best_set(self) -> str | None:
         """Returns the name of the set that says what is best, or None without any."""
         return self._config.best_set or next(iter(self._sets), None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from megatron_opd.config.sections import DEFAULT_TEACHER
@@ -11,14 +10,14 @@ from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import Evaluated
 
 
-def summary_of(found: Evaluations, sets: Sequence[str], after: int | None) -> dict[str, Any]:
+def summary_of(found: Evaluations, after: int | None) -> dict[str, Any]:
     """Return the keys of summary.json on evaluations; null for what was not evaluated.
 
-    sets: names, in order. after: updates of the run, once its last weights were evaluated.
+    after: updates of the run, once its last weights were evaluated.
     student_accuracy_*, teacher_accuracy_*: of the set that says what is best. evaluation_sets:
     {set: {before, after, best, last: row of evaluations.jsonl}}.
     """
-    by_set = {name: _picked(found, name, after) for name in sets}
+    by_set = {name: _picked(found, name, after) for name in found.sets}
     best_set = found.best_set or ""
     main = by_set.get(best_set, {})
     of_teachers = {

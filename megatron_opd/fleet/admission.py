@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 
 from megatron_opd.checkpoint.claimant import Claimant
@@ -12,13 +12,9 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import is_local_url
 from megatron_opd.errors import UserError
 from megatron_opd.fleet.candidate import check_joiner
-from megatron_opd.fleet.elastic import Drop, Elastic
 from megatron_opd.fleet.startup import ServedModel, take_in
-from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.inputs.prepare import Prepared
 from megatron_opd.launch.keys import named_key
-from megatron_opd.launch.processes import Processes
-from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
@@ -69,27 +65,3 @@ class Entrance:
         if new:
             self._joined.add((role, url))
         return client
-
-
-def supervise(
-    config: Config,
-    fleets: Mapping[Role, Fleet],
-    processes: Processes,
-    entrance: Entrance,
-    weight_sync: Callable[[], WeightSync | None],
-    say: Callable[[str], None],
-) -> tuple[Supervisor, Elastic]:
-    """Make what watches a run's servers and what changes them.
-
-    weight_sync: returns the run's; None: there is none yet.
-    """
-
-    async def part_with(url: str, drop: Drop) -> str | None:
-        session = weight_sync()
-        if session is not None:
-            return await session.part_with(url, drop)
-        drop()
-        return None
-
-    supervisor = Supervisor(config, fleets, processes, entrance.back, say)
-    return supervisor, Elastic(config, fleets, supervisor, processes, entrance.new, part_with, say)

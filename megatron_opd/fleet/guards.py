@@ -15,7 +15,7 @@ from megatron_opd.fleet.ends import explained
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.launch.health import HealthGuard, WatchedEngine
 from megatron_opd.launch.processes import Processes
-from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.transport.remote_learner import RemoteLearner
 from sglang_bridge.fleet import Fleet
 
@@ -105,13 +105,16 @@ def watched_engines(
 
 def make_guard(
     processes: Processes,
-    totals: Callable[[], RunTotals],
+    memory: PeakMemory,
     learner: RemoteLearner,
     servers: Supervisor,
 ) -> RunGuard:
-    """Watch the learner by its process and its socket; the servers are the supervisor's."""
+    """Watch the learner by its process and its socket; the servers are the supervisor's.
+
+    memory: sampled at every look.
+    """
 
     def health() -> HealthGuard:
-        return HealthGuard(processes.watched_learner(), on_tick=totals().memory.sample)
+        return HealthGuard(processes.watched_learner(), on_tick=memory.sample)
 
     return RunGuard(health, learner, servers)

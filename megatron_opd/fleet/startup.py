@@ -13,11 +13,12 @@ from megatron_opd.config.servers import ServerConfig
 from megatron_opd.data.end_tokens import EndTokens
 from megatron_opd.errors import UserError
 from megatron_opd.fleet.clients import make_client
-from megatron_opd.fleet.guards import RunGuard
+from megatron_opd.fleet.guards import RunGuard, watched_engines
 from megatron_opd.inputs.models import check_ends
 from megatron_opd.inputs.notes import served_gaps
 from megatron_opd.launch.health import HealthGuard
-from megatron_opd.launch.joining import StartingPart, all_of, answers
+from megatron_opd.launch.joining import StartingPart, all_of, answers, there
+from megatron_opd.launch.processes import Processes
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.transport.remote_learner import LearnerError, RemoteLearner
 from sglang_bridge.client import ServerClient
@@ -39,6 +40,30 @@ async def all_up(
         await all_of({**parts, "the learner": learner}, say)
     except LearnerError as error:
         raise UserError(f"the learner did not start: {error}") from error
+
+
+async def start_all(
+    config: Config,
+    processes: Processes,
+    fleets: Mapping[Role, Fleet],
+    remote: RemoteLearner,
+    say: Callable[[str], None],
+) -> None:
+    """Start processes, and wait until they are up; servers elsewhere are watched meanwhile."""
+    processes.start()
+    limits = [section_of(config, role).startup_timeout_s for role in fleets]
+    startup_s = max(limits, default=config.student.startup_timeout_s)
+    parts = processes.parts(startup_s)
+    parts["servers elsewhere"] = StartingPart(there(), watch_elsewhere(processes, fleets))
+    await all_up(remote, startup_s, parts, say)
+
+
+def watch_elsewhere(
+    processes: Processes, fleets: Mapping[Role, Fleet]
+) -> Callable[[], Awaitable[None]]:
+    """Return what watches the servers that are none of these processes, by asking them."""
+    ours = {server.url for server in processes.servers}
+    return HealthGuard(engines=watched_engines(fleets, besides=ours)).watch
 
 
 async def join_role(

@@ -33,7 +33,7 @@ from megatron_opd.errors import RunFailed, UserError, checked, kept_traceback
 from megatron_opd.fleet.clients import make_fleet
 from megatron_opd.fleet.ends import FirstCause
 from megatron_opd.fleet.guards import RunGuard, watched_engines, while_alive
-from megatron_opd.fleet.startup import ServedModel, all_up, join_role
+from megatron_opd.fleet.startup import ServedModel, join_role, start_all
 from megatron_opd.inputs.megatron_settings import check_megatron
 from megatron_opd.inputs.models import ModelFacts, check_models
 from megatron_opd.inputs.notes import sampler_gaps, served_by
@@ -41,7 +41,6 @@ from megatron_opd.inputs.prepare import read_train
 from megatron_opd.inputs.prompts import drawn_notes, skipped_lines, sources_of, unseen_keys
 from megatron_opd.inputs.rendering import rendering_notes, with_template
 from megatron_opd.launch.health import HealthGuard
-from megatron_opd.launch.joining import StartingPart, there
 from megatron_opd.launch.keys import role_key
 from megatron_opd.launch.learner_process import LearnerProcess, learner_command
 from megatron_opd.launch.parts import LEARNER
@@ -209,13 +208,7 @@ class MismatchRun:
             f"starting {len(servers)} SGLang servers and a learner of "
             f"{config.learner.parallel.world_size} ranks"
         )
-        self.processes.start()
-        ours = {server.url for server in servers}
-        elsewhere = watched_engines({STUDENT: fleet}, besides=ours)
-        startup_s = config.student.startup_timeout_s
-        parts = self.processes.parts(startup_s)
-        parts["servers elsewhere"] = StartingPart(there(), HealthGuard(engines=elsewhere).watch)
-        await all_up(remote, startup_s, parts, self._say)
+        await start_all(config, self.processes, {STUDENT: fleet}, remote, self._say)
         if not config.student.urls:
             await self._join(fleet)
         health = HealthGuard(self.processes.watched(), watched_engines({STUDENT: fleet}))

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.errors import PartGone, UserError
+from megatron_opd.evaluation.progress import EvaluationProgress
 from megatron_opd.fleet.budget import Budget
 from megatron_opd.fleet.startup import all_up
 from megatron_opd.launch.processes import Processes
+from megatron_opd.run.attempt import Attempt, Beginning, begin_attempt
+from megatron_opd.run.evaluations import rows_of
+from megatron_opd.run.ready import Ready, state_of
 from megatron_opd.run.resume import Resumption, find_resumption
+from megatron_opd.run.start import Up
 from megatron_opd.transport.remote_learner import LearnerError, RemoteLearner
-from sglang_bridge.errors import WeightSyncFailed
+from sglang_bridge.errors import WeightSyncFailed, one_line
 
 ResultT = TypeVar("ResultT")
 
@@ -80,12 +85,9 @@ class LearnerRestarts:
         await all_up(self._remote, startup_s, parts, self._say)
 
 
-def last_checkpoint(
-    config: Config, wall_s: float, began: Resumption | None = None
-) -> Resumption | None:
+def last_checkpoint(config: Config, began: Resumption | None = None) -> Resumption | None:
     """Return where a run continues whose learner was lost; None: at its beginning.
 
-    wall_s: of the attempts before this process, which the checkpoint counts together with its own.
     began: where this process began, with the state that suits its data. The data is in memory: what
     became of the files in the meantime is of no account.
 
@@ -94,9 +96,7 @@ def last_checkpoint(
     if not StepDirs(RunDir(config.run.dir).checkpoints).complete():
         return None
     found = find_resumption(config, data_in_memory=True)
-    if began is not None and began.path == found.path:
-        found = began
-    return replace(found, extras=found.extras | {"wall_s": wall_s})
+    return began if began is not None and began.path == found.path else found
 
 
 async def through_losses(
@@ -119,3 +119,61 @@ async def through_losses(
             if not await lost(error):
                 raise
         is_lost = True
+
+
+class Training:
+    """Makes all updates of a run, from its last checkpoint again whenever the learner was lost.
+
+    Args:
+        ready, up: the run.
+        before: what was evaluated before the first update.
+        closers: what ends an attempt, in case the run ends in its course.
+    """
+
+    def __init__(
+        self, ready: Ready, up: Up, before: EvaluationProgress, closers: AsyncExitStack
+    ) -> None:
+        self._ready, self._up, self._closers = ready, up, closers
+        self._beginning = Beginning(ready.resumed, before)
+        self._restarts = LearnerRestarts(ready.config, ready.remote, ready.processes, ready.say)
+        updates = state_of(ready.resumed).updates
+        self._updates: Callable[[], int] = lambda: updates
+        self._rolled_back = 0
+        ready.summary.follow(self._figures)
+
+    async def all_updates(self) -> Attempt:
+        """Make them; return the attempt that made the last one."""
+        return await through_losses(self._attempt, self._recover, self._lost)
+
+    async def _attempt(self) -> Attempt:
+        attempt = await begin_attempt(self._ready, self._up, self._beginning, self._closers)
+        self._updates = lambda: attempt.controller.accounting.updates
+        await attempt.run()
+        return attempt
+
+    async def _lost(self, error: Exception) -> bool:
+        """Return whether the learner was lost and may be started again; end what it made."""
+        if not await self._restarts.possible():
+            return False
+        self._ready.say(f"the learner is lost and started again: {one_line(str(error))}")
+        await self._closers.aclose()
+        return True
+
+    async def _recover(self) -> None:
+        """Start another learner, and continue as if nothing had been done since the checkpoint."""
+        ready = self._ready
+        await self._restarts.again()
+        resumed = last_checkpoint(ready.config, ready.resumed)
+        beginning = self._beginning = replace(self._beginning, resumed=resumed, again=True)
+        state = state_of(resumed)
+        self._rolled_back += self._updates() - state.updates
+        self._updates = lambda: state.updates
+        ready.say(f"the learner is up, and continues from update {state.updates}")
+        ready.run_dir.rewind(state.updates, rows_of(beginning.evaluated))
+        await self._up.sampling.start_over(state)
+
+    def _figures(self) -> dict[str, Any]:
+        return {
+            "learner_restarts": self._restarts.count,
+            "updates_rolled_back": self._rolled_back,
+        }

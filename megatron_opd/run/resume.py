@@ -105,7 +105,7 @@ EXTRAS: Mapping[str, type | tuple[type, ...]] = {
     "data": dict,
     "template": dict,
 }
-"""Keys that run.json holds: see RunUpdates."""
+"""Keys that run.json holds: see attempt.py."""
 LONGEST_S = 1e12
 
 
@@ -283,7 +283,7 @@ def reopen_run_dir(
 
 
 def _read_extras(path: Path) -> dict[str, Any]:
-    """Read what RunUpdates keeps besides learner and controller.
+    """Read what a checkpoint keeps besides learner and controller.
 
     ValueError: something is missing.
     """

@@ -1,91 +1,231 @@
-"""Starts the servers and the learner of a run, or waits for those that are started elsewhere."""
+"""The second stage of a run: servers, learner and data workers are up, and were checked."""
 
 from __future__ import annotations
 
+import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
-from megatron_opd.config.roles import STUDENT, Role, section_of
-from megatron_opd.fleet.guards import watched_engines
-from megatron_opd.fleet.startup import ServedModel, all_up, join_role
+from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
+from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.evaluation.evaluations import Evaluations
+from megatron_opd.evaluation.summary import summary_of
+from megatron_opd.fleet.admission import Entrance
+from megatron_opd.fleet.clients import make_fleet
+from megatron_opd.fleet.elastic import Elastic
+from megatron_opd.fleet.guards import RunGuard, make_guard, while_alive
+from megatron_opd.fleet.startup import ServedModel, all_up, join_role, start_all, watch_elsewhere
+from megatron_opd.fleet.supervisor import Supervisor
+from megatron_opd.inputs.teachers import check_teachers
+from megatron_opd.inputs.verifiers import judging
 from megatron_opd.launch.data_workers import DataWorkers
-from megatron_opd.launch.health import HealthGuard
-from megatron_opd.launch.joining import StartingPart, there
-from megatron_opd.launch.processes import Processes
-from megatron_opd.run.parts import RunParts
+from megatron_opd.launch.joining import StartingPart
+from megatron_opd.run.evaluations import evaluations_before
+from megatron_opd.run.ready import Ready, state_of
+from megatron_opd.run.sampling import OwnServers, Sampling
+from megatron_opd.sites.learner_side import SitesOfRun
 from megatron_opd.transport.frames import largest_frame_bytes
-from megatron_opd.transport.remote_learner import RemoteLearner
 from megatron_opd.transport.samples import FRAMES
 from sglang_bridge.fleet import Fleet
 
+Fleets = Mapping[Role, Fleet]
+Closed = Callable[[Callable[[], Awaitable[object]]], None]
+"""Takes what ends a part, to be called when the run ends."""
 
-class RunStart(RunParts):
-    """Serves as the base of PipelineRun: how everything comes up."""
 
-    def _start(self, remote: RemoteLearner) -> None:
-        run_dir, config = self.run_dir, self.config
-        log, keys = run_dir.logs / "learner.log", self.admission.keys.ranks
-        learner = self.machines.learner(run_dir.resolved_config, remote.address, keys, log)
-        servers = [server for role in self.roles for server in self.servers[role]]
-        self.processes = Processes(servers, learner)
-        self._say(
-            f"starting {len(servers)} SGLang servers and a learner of "
-            f"{config.learner.parallel.world_size} ranks; logs in {run_dir.logs}"
+@dataclass(frozen=True, slots=True)
+class Up:
+    """Holds what a run's updates are made with; the run's directory is its own from here on.
+
+    workers: None: the configuration asks for no data workers. evaluations: those before the first
+    update.
+    """
+
+    fleets: Fleets
+    workers: DataWorkers | None
+    supervisor: Supervisor
+    elastic: Elastic
+    guard: RunGuard
+    sampling: Sampling
+    evaluations: Evaluations
+    teacher_checks: list[str]
+
+    @property
+    def pool(self) -> WorkerPool | None:
+        """Returns what the data workers do for the run; None: there are none."""
+        return None if self.workers is None else self.workers.pool
+
+
+async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStack) -> Up:
+    """Start what is to be started, wait for everything, and check it. Raises UserError, PartGone.
+
+    closers: takes what ends each part. watches: takes what ends before any part does.
+    """
+    config, say = ready.config, ready.say
+
+    def closed(close: Callable[[], Awaitable[object]]) -> None:
+        closers.push_async_callback(ready.ends.closing(close))
+
+    closed(partial(_leave, ready))
+    fleets = _fleets_of(ready)
+    closed(partial(_close_fleets, fleets))
+    student = fleets[STUDENT]
+    evaluations = evaluations_before(config, ready.prepared, student, ready.say)
+    ready.summary.follow(lambda: summary_of(evaluations, None))
+    say(*(f"note: {line}" for line in ready.prepared.notes))
+    if ready.machines.starts:
+        await _start_and_connect(ready, fleets)
+    else:
+        await _wait_for_others(ready, fleets)
+    workers = await _start_workers(ready, closed)
+    say(f"everything is up after {time.monotonic() - ready.started_s:.0f} s")
+    entrance = Entrance(config, ready.prepared, fleets, ready.directory.claimant, ready.keys)
+    supervisor = Supervisor(config, fleets, ready.processes, entrance.back, say)
+    await watches.enter_async_context(judging(ready.prepared.judge))
+    await watches.enter_async_context(supervisor.watching())
+    guard = make_guard(ready.processes, ready.memory, ready.remote, supervisor)
+    checks = await _check_teachers(ready, fleets, guard)
+    ready.directory.take_over()
+    sampling = _sampling(ready, fleets, workers, supervisor)
+    elastic = Elastic(
+        config, fleets, supervisor, ready.processes, entrance.new, sampling.part_with, say
+    )
+    up = Up(fleets, workers, supervisor, elastic, guard, sampling, evaluations, checks)
+    ready.summary.follow(partial(_figures, ready, up))
+    closed(lambda: sampling.close(outliving(ready, up)))
+    return up
+
+
+def outliving(ready: Ready, up: Up) -> tuple[str, ...]:
+    """Return the student servers that stay when the run ends: others started them."""
+    return (*ready.config.student.urls, *up.elastic.added)
+
+
+def _figures(ready: Ready, up: Up) -> dict[str, Any]:
+    """Return the keys of summary.json on servers, sites and data workers."""
+    lost = 0 if up.pool is None else up.pool.workers_lost
+    refused = 0 if up.pool is None else up.pool.links.refusals.count
+    return {
+        "teacher_checks": up.teacher_checks,
+        "servers_lost": up.supervisor.lost,
+        "servers_restarted": up.supervisor.restarted.total(),
+        "servers_added": up.elastic.added,
+        "servers_removed": up.elastic.removed,
+        "samples_readmitted": sum(fleet.restarted for fleet in up.fleets.values()),
+        "requests_timed_out": sum(fleet.timed_out for fleet in up.fleets.values()),
+        "sites": up.sampling.summary(),
+        "data_workers_lost": lost,
+        "frames_refused": ready.remote.frames_refused + refused,
+    }
+
+
+# ------------------------------------------------------------ servers and learner
+
+
+def _fleets_of(ready: Ready) -> dict[Role, Fleet]:
+    config = ready.config
+    fleets: dict[Role, Fleet] = {}
+    for role in ready.roles:
+        evaluators = config.evaluation.servers if role == STUDENT else 0
+        urls, key = ready.urls[role], ready.keys[role]
+        fleets[role] = make_fleet(section_of(config, role), urls, key, evaluators)
+    return fleets
+
+
+async def _start_and_connect(ready: Ready, fleets: Fleets) -> None:
+    """Start the run's own servers and learner. Those elsewhere are asked first what they are."""
+    config, processes, say = ready.config, ready.processes, ready.say
+    there_before = [role for role in ready.roles if section_of(config, role).urls]
+    for role in there_before:
+        await join(ready, role, fleets[role])
+    ready.directory.take_over()
+    say(
+        f"starting {len(processes.servers)} SGLang servers and a learner of "
+        f"{config.learner.parallel.world_size} ranks; logs in {ready.run_dir.logs}"
+    )
+    if ready.machines.line is not None:
+        say(ready.machines.line)
+    await start_all(config, processes, fleets, ready.remote, say)
+    for role in ready.roles:
+        if role not in there_before:
+            await join(ready, role, fleets[role])
+
+
+async def _wait_for_others(ready: Ready, fleets: Fleets) -> None:
+    """Wait for servers and learner started elsewhere, for at most startup_timeout_s."""
+    config = ready.config
+    ready.say(f"waiting for a learner: --controller {ready.remote.address}")
+    limits = {role: section_of(config, role).startup_timeout_s for role in ready.roles}
+    parts = {
+        f"{role}.urls {' '.join(ready.urls[role])}": StartingPart(
+            join(ready, role, fleets[role], limits[role]),
+            watch_elsewhere(ready.processes, {role: fleets[role]}),
         )
-        if self.machines.line is not None:
-            self._say(self.machines.line)
-        self.processes.start()
+        for role in ready.roles
+    }
+    longest_s = max(limits.values(), default=config.student.startup_timeout_s)
+    await all_up(ready.remote, longest_s, parts, ready.say)
 
-    async def _connect(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
-        config = self.config
-        limits = [section_of(config, role).startup_timeout_s for role in self.roles]
-        startup_s = max(limits, default=config.student.startup_timeout_s)
-        parts = self.processes.parts(startup_s)
-        parts["servers elsewhere"] = StartingPart(there(), self._elsewhere(fleets))
-        await all_up(remote, startup_s, parts, self._say)
-        for role in self.roles:
-            if not section_of(config, role).urls:
-                await self._join(role, fleets[role])
 
-    async def _wait_for_others(self, remote: RemoteLearner, fleets: Mapping[Role, Fleet]) -> None:
-        """Wait for servers and learner started elsewhere, for at most startup_timeout_s."""
-        self._say(f"waiting for a learner: --controller {remote.address}")
-        limits = {role: section_of(self.config, role).startup_timeout_s for role in self.roles}
-        parts = {
-            f"{role}.urls {' '.join(self.urls[role])}": StartingPart(
-                self._join(role, fleets[role], limits[role]), self._elsewhere({role: fleets[role]})
-            )
-            for role in self.roles
-        }
-        await all_up(
-            remote,
-            max(limits.values(), default=self.config.student.startup_timeout_s),
-            parts,
-            self._say,
-        )
+async def join(ready: Ready, role: Role, fleet: Fleet, wait_s: float = 0.0) -> None:
+    """Ask a role's servers what they are, and claim them. Raises UserError."""
+    prepared, claimant = ready.prepared, ready.directory.claimant
+    trained = prepared.student.spec if role == STUDENT else None
+    model = ServedModel(prepared.vocab_sizes[role], prepared.ends[role], trained)
+    used = ready.used(role)
+    notes = await join_role(ready.config, role, fleet, model, claimant, wait_s, used=used)
+    ready.say(*(f"note: {line}" for line in notes))
 
-    def _elsewhere(self, fleets: Mapping[Role, Fleet]) -> Callable[[], Awaitable[None]]:
-        """Return what watches the servers of these roles that were started elsewhere."""
-        ours = {server.url for server in self.processes.servers}
-        return HealthGuard(engines=watched_engines(fleets, besides=ours)).watch
 
-    async def _join(self, role: Role, fleet: Fleet, wait_s: float = 0.0) -> None:
-        vocab_size, used = self.prepared.vocab_sizes[role], self._used(role)
-        trained = self.prepared.student.spec if role == STUDENT else None
-        model = ServedModel(vocab_size, self.prepared.ends[role], trained)
-        notes = await join_role(self.config, role, fleet, model, self.claimant, wait_s, used=used)
-        self._say(*(f"note: {line}" for line in notes))
+# ------------------------------------------------------------ what else there is
 
-    async def _start_workers(self) -> None:
-        """Start the data workers, if there are to be any, and wait for them."""
-        config = self.config
-        if not config.workers.count:
-            return
-        if not self.opened:
-            self._open_run_dir()
-        spec = self.prepared.student.spec
-        experts = sum(spec.moe_layers) * spec.experts_per_token
-        largest = largest_frame_bytes(config, spec.vocab_size, experts)
-        keys, logs = self.admission.keys, self.run_dir.logs
-        self.workers = DataWorkers(self.machines, keys, FRAMES * largest, logs, self._say)
-        self.workers.start(self.run_dir.resolved_config)
-        await self.workers.ready(config.student.startup_timeout_s)
+
+async def _start_workers(ready: Ready, closed: Closed) -> DataWorkers | None:
+    """Start the data workers, if there are to be any, and wait for them."""
+    config, spec = ready.config, ready.prepared.student.spec
+    if not config.workers.count:
+        return None
+    ready.directory.take_over()
+    experts = sum(spec.moe_layers) * spec.experts_per_token
+    largest = largest_frame_bytes(config, spec.vocab_size, experts)
+    keys, logs = ready.admission.keys, ready.run_dir.logs
+    workers = DataWorkers(ready.machines, keys, FRAMES * largest, logs, ready.say)
+    closed(workers.stop)
+    workers.start(ready.run_dir.resolved_config)
+    await workers.ready(config.student.startup_timeout_s)
+    return workers
+
+
+async def _check_teachers(ready: Ready, fleets: Fleets, guard: RunGuard) -> list[str]:
+    """Return what the teachers' scores of some passages say. Raises UserError, PartGone."""
+    roles = teacher_roles(ready.config)
+    if not all(role in fleets for role in roles.values()):  # they are at sites
+        return []
+    clients = {name: fleets[role].clients for name, role in roles.items()}
+    lines = await while_alive(guard, check_teachers(ready.config, ready.prepared, clients))
+    ready.say(*lines)
+    return lines
+
+
+def _sampling(
+    ready: Ready, fleets: Fleets, workers: DataWorkers | None, supervisor: Supervisor
+) -> Sampling:
+    """Return what samples for the run. Raises UserError."""
+    config, prepared, resumed = ready.config, ready.prepared, ready.resumed
+    if config.sites.members:
+        state = state_of(resumed)
+        return SitesOfRun(config, prepared, ready.remote, fleets, state, ready.say)
+    pool = None if workers is None else workers.pool
+    return OwnServers(ready, fleets, pool, supervisor.lose)
+
+
+async def _leave(ready: Ready) -> None:
+    ready.remote.close()
+
+
+async def _close_fleets(fleets: Fleets) -> None:
+    await asyncio.gather(*(fleet.close() for fleet in fleets.values()))

@@ -13,14 +13,29 @@ HEADLINE = ("status", "cause", "updates", "samples_consumed", "samples_dropped",
 """Keys that are printed if the summary cannot be written."""
 
 
-def written_summary(path: Path, summary: Mapping[str, Any], say: Callable[..., None]) -> str | None:
-    """Write the summary; return None, or why it could not be written."""
-    try:
-        write_json(path, summary)
-    except OSError as error:
-        unwritten = f"{path} cannot be written: {error.strerror}"
-        headline = {key: summary[key] for key in HEADLINE}
-        say(unwritten, f"summary: {json.dumps(json_ready(headline))}")
-        return unwritten
-    say(f"summary: {path}")
-    return None
+class RunSummary:
+    """Collects the figures of a run from its stages, each of which adds its own once it exists."""
+
+    def __init__(self) -> None:
+        self._figures: list[Callable[[], Mapping[str, Any]]] = []
+
+    def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        """Ask `figures` when the run ends; its keys take the place of those followed before."""
+        self._figures.append(figures)
+
+    def write(
+        self, path: Path, status: str, cause: str | None, say: Callable[..., None]
+    ) -> str | None:
+        """Write the summary; return None, or why it could not be written."""
+        summary: dict[str, Any] = {"status": status, "cause": cause}
+        for figures in self._figures:
+            summary |= figures()
+        try:
+            write_json(path, summary)
+        except OSError as error:
+            unwritten = f"{path} cannot be written: {error.strerror}"
+            headline = {key: summary[key] for key in HEADLINE}
+            say(unwritten, f"summary: {json.dumps(json_ready(headline))}")
+            return unwritten
+        say(f"summary: {path}")
+        return None

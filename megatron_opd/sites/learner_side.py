@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from megatron_opd.buffer.delays import delay_s, stream_of
 from megatron_opd.config.roles import Role
 from megatron_opd.config.schema import Config
 from megatron_opd.config.site_bounds import slots_by_site, staleness_bound
-from megatron_opd.controller.ports import TeacherScorer
+from megatron_opd.controller.ports import Guard, RolloutEngine, TeacherScorer
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data_workers.reward import make_reward
 from megatron_opd.errors import UserError
+from megatron_opd.fleet.guards import while_alive
+from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.inputs.prepare import Prepared
 from megatron_opd.rollout.scorer import make_lengths, make_scorer
 from megatron_opd.sites.checking import SampleRules
@@ -86,8 +88,33 @@ class SitesOfRun:
         self.hub.versions = self.versions
         say(f"sites connect to {address}; their keys are in {config.run.dir}/sites")
 
-    async def first(self) -> None:
+    @property
+    def weights(self) -> SiteVersions:
+        """Returns what writes the learner's weights for all sites."""
+        return self.versions
+
+    async def open(self, guard: Guard, supervisor: Supervisor) -> None:
+        """Make the directory of versions ready, and serve the sites."""
+        await while_alive(guard, self.versions.open())
+        supervisor.start(self.hub.serve())
+
+    def engines(self) -> tuple[RolloutEngine, TeacherScorer]:
+        """Return what the controller sees of the sites, which sample and score."""
+        return self.hub.intake, self.hub.intake
+
+    def columns(self) -> Mapping[str, Any]:
+        """Return what the row of an update says of the sites."""
+        return self.hub.columns()
+
+    async def part_with(self, url: str, drop: Callable[[], None]) -> None:
+        """Let a server go: no weights are sent to one."""
+        drop()
+
+    async def first(self, guard: Guard) -> None:
         """Wait for a site. UserError: none comes within student.startup_timeout_s."""
+        await while_alive(guard, self._first())
+
+    async def _first(self) -> None:
         if self.hub.had_sites:  # before the learner was started again; they come back when they do
             return
         names = ", ".join(self._names)
@@ -110,8 +137,8 @@ class SitesOfRun:
             _scorer(self._config, self._prepared, self._fleets),
         )
 
-    async def farewell(self) -> None:
-        """Tell the sites that the run has ended."""
+    async def farewell(self, outliving: Collection[str]) -> None:
+        """Tell the sites that the run has ended. outliving: servers, of which there are none."""
         await self.hub.farewell()
 
     async def heard(self) -> None:
@@ -136,7 +163,7 @@ class SitesOfRun:
                 )
             await asyncio.sleep(LOOK_S)
 
-    async def close(self) -> None:
+    async def close(self, outliving: Collection[str]) -> None:
         """End the links. Sites that heard no farewell wait for the learner to come back."""
         await self.versions.close()
         await self._links.close(LINGER_S)

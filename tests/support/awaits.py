@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
@@ -40,19 +41,23 @@ async def never() -> BaseException:
 class Faults:
     """What happens at an await.
 
-    at: those that fail. raises: gives what they raise, or waits until it is cancelled. after:
-    whether what is awaited is done before, as what ends a part is.
+    at: those that fail. nth: the only pass that fails, from 0; None: every one. raises: gives what
+    they raise, or waits until it is cancelled. after: whether what is awaited is done before, as
+    what ends a part is. reached: how often each was.
     """
 
     at: frozenset[Place] = frozenset()
+    nth: int | None = None
     raises: Callable[[], Awaitable[BaseException]] = never
     after: Callable[[Place], bool] = lambda place: False
-    reached: set[Place] = field(default_factory=set)
+    reached: Counter[Place] = field(default_factory=Counter)
 
     async def pass_by(self, place: Place, *, done: bool) -> None:
         """Fail if this is the place."""
-        self.reached.add(place)
-        if place in self.at and self.after(place) == done:
+        if self.after(place) != done:
+            return
+        number, self.reached[place] = self.reached[place], self.reached[place] + 1
+        if place in self.at and self.nth in (None, number):
             raise await self.raises()
 
 

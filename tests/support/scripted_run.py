@@ -32,15 +32,7 @@ from megatron_opd.inputs.second_pass import SecondPass
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
-from megatron_opd.run import (
-    run,
-)
-from megatron_opd.run import (
-    start as run_start,
-)
-from megatron_opd.run import (
-    updates as run_updates,
-)
+from megatron_opd.run import attempt, ready, run, sampling, start
 from megatron_opd.run.resume import Resumption
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.transport.messages import LearnerInfo
@@ -280,18 +272,20 @@ class Sites:
     """Sites that send what is needed; cli.sites_run.SitesOfRun."""
 
     def __init__(self, *_: object) -> None:
-        self.versions = SimpleNamespace(
-            open=self._done, sync=self._done, make_room=self._done, serve_on=self._serve_on
+        self.weights = SimpleNamespace(
+            sync=self._done, make_room=self._done, serve_on=self._serve_on
         )
-        self.hub = SimpleNamespace(serve=self._serve, intake=None)
 
     async def _done(self, *_: object) -> None:
         await asyncio.sleep(0.1)
 
-    first = start_over = farewell = heard = close = _done
+    open = first = start_over = farewell = heard = close = part_with = _done
 
-    async def _serve(self) -> None:
-        await asyncio.sleep(1e6)
+    def engines(self) -> tuple[None, None]:
+        return None, None
+
+    def columns(self) -> dict[str, Any]:
+        return {}
 
     async def _serve_on(self, *_: object) -> None:
         await asyncio.sleep(1e6)
@@ -351,14 +345,14 @@ def patched(patch: pytest.MonkeyPatch, script: Script, scene: Scene) -> None:
     """Put the script in the place of engines and processes."""
     vocab_size = scene.prepared.student.vocab_size
     patch.setattr(asyncio, "to_thread", _inline)  # a thread would work in no virtual time
-    patch.setattr(run, "RemoteLearner", partial(Remote, script))
+    patch.setattr(ready, "RemoteLearner", partial(Remote, script))
     patch.setattr(clients, "make_client", partial(Client, script, vocab_size, scene.late))
-    patch.setattr(run_start, "DataWorkers", partial(Workers, script))
+    patch.setattr(start, "DataWorkers", partial(Workers, script))
     patch.setattr(teacher_guard, "second_pass", _second_pass)
     kind = SimpleNamespace(fleet_part=Transport)
-    patch.setattr(run_updates, "transport_kind", lambda _: kind)
-    patch.setattr(run_updates, "make_controller", lambda *_, **__: Updates())
-    patch.setattr(run_updates, "SitesOfRun", Sites)
+    patch.setattr(sampling, "transport_kind", lambda _: kind)
+    patch.setattr(attempt, "Controller", lambda *_: Updates())
+    patch.setattr(start, "SitesOfRun", Sites)
 
 
 def perform(scene: Scene, directory: Path, script: Script) -> Outcome:
@@ -372,16 +366,22 @@ def perform(scene: Scene, directory: Path, script: Script) -> Outcome:
     with RunLock.take(directory):
         if scene.resumes:
             resumed = resumption(directory, ("http://127.0.0.1:1",), config.rollout.group_size)
-        made = run.PipelineRun(
-            machines, scene.prepared, admission, run_roles(config), console, resumed
-        )
+        made: list[ready.Ready] = []
+
+        async def main() -> None:
+            roles = run_roles(config)
+            made.append(
+                ready.Ready.of(machines, scene.prepared, admission, roles, console, resumed)
+            )
+            await run.run(made[0])
+
         try:
-            run_virtual(made.main())
+            run_virtual(main())
         except BaseException as error:  # noqa: BLE001
             ended = error
         said = directory.parent / f"{directory.name}.out"
         console.file.close()
-        summary = _summary(made.run_dir.summary) if made.opened else None
+        summary = _summary(made[0].run_dir.summary) if made[0].directory.taken else None
     return Outcome(ended, summary, script.left(), said.read_text())
 
 

@@ -69,7 +69,7 @@ def control(arguments: argparse.Namespace) -> int:
 def _pipeline(arguments: argparse.Namespace, config: Config) -> int:
     from megatron_opd.launch.stopping import PREEMPTIONS, preempt_now
     from megatron_opd.run.auto_resume import Start, how_to_start
-    from megatron_opd.run.run import run_pipeline
+    from megatron_opd.run.pipeline import run_pipeline
 
     for number in PREEMPTIONS:
         signal.signal(number, preempt_now)

@@ -21,7 +21,7 @@ from megatron_opd.config.servers import ServerConfig
 from megatron_opd.data.end_tokens import EndTokens
 from megatron_opd.errors import UserError
 from megatron_opd.fleet.startup import ServedModel, check_served
-from megatron_opd.run import run
+from megatron_opd.run import pipeline
 from sglang_bridge.lifetime import PARENT_VARIABLE
 from sglang_bridge.protocol import ServerEnds, ServerInfo
 from tests.support.cli_cases import call, refused
@@ -264,7 +264,7 @@ def test_a_run_that_is_preempted_before_it_begins_is_to_be_started_again(
     number: signal.Signals,
 ):
     """Before: 130 for SIGTERM; SIGUSR1 killed the program."""
-    monkeypatch.setattr(run, "run_pipeline", lambda *_, **__: os.kill(os.getpid(), number))
+    monkeypatch.setattr(pipeline, "run_pipeline", lambda *_, **__: os.kill(os.getpid(), number))
     assert call(tmp_path, config) == os.EX_TEMPFAIL
     said = capsys.readouterr()
     assert said.err == f"preempted: {number.name}: nothing was begun yet\n"

@@ -17,10 +17,11 @@ from megatron_opd.config.roles import all_roles, section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import UserError
 from megatron_opd.evaluation.measure import EvaluationReport
+from megatron_opd.evaluation.summary import summary_of
 from megatron_opd.inputs.models import check_support, read_model
 from megatron_opd.inputs.prepare import prepare
 from megatron_opd.launch.servers import server_processes
-from megatron_opd.run.evaluations import RunEvaluations
+from megatron_opd.run.evaluations import evaluations_before, port_of
 from tests.support.cli_cases import call, refused
 from tests.support.models import write_tokenizer
 
@@ -113,10 +114,12 @@ def test_accuracies_of_several_teachers(tmp_path: Path, config: dict, models: Pa
 
     def summary(names: list[str]) -> dict:
         fleets: Any = {name: SimpleNamespace(name=name) for name in ["student", *names]}
-        found = RunEvaluations(Config.model_validate(config), prepared, fleets, print)
-        lines = asyncio.run(found.before({name: name for name in names}))
+        settings = Config.model_validate(config)
+        found = evaluations_before(settings, prepared, fleets["student"], print)
+        ports = {name: port_of(settings, prepared, name, fleets[name]) for name in names}
+        lines = asyncio.run(found.before(ports))
         assert len(lines) == 1 + len(names)
-        return found.summary(0)
+        return summary_of(found, None)
 
     assert "teacher_accuracy_pct_by_name" not in summary(["teacher"])
     assert summary(["teacher"])["teacher_accuracy_pct"] == 90

@@ -28,7 +28,7 @@ def evaluated(names: dict[str, int], **settings: str) -> Evaluations:
 
 
 def test_of_one_set() -> None:
-    summary = summary_of(evaluated({"heldout": 10}), ["heldout"], 20)
+    summary = summary_of(evaluated({"heldout": 10}), 20)
     assert summary["student_accuracy_before_pct"] == 50
     assert summary["student_accuracy_after_pct"] == 25
     assert summary["teacher_accuracy_pct"] == 25
@@ -48,7 +48,7 @@ def test_of_one_set() -> None:
 
 def test_of_several_sets_and_of_a_run_that_was_interrupted() -> None:
     found = evaluated({"easy": 10, "hard": 50}, best_set="hard")
-    summary = summary_of(found, ["easy", "hard"], None)
+    summary = summary_of(found, None)
     assert summary["student_accuracy_before_pct"] == 0, "of the set that says what is best"
     assert summary["student_accuracy_after_pct"] is None
     assert summary["teacher_accuracy_pct"] == 25
@@ -62,6 +62,6 @@ def test_of_several_sets_and_of_a_run_that_was_interrupted() -> None:
 
 
 def test_of_a_run_without_evaluations() -> None:
-    summary = summary_of(World().evaluations({}), [], None)
+    summary = summary_of(World().evaluations({}), None)
     assert summary["student_accuracy_before_pct"] is None
     assert summary["evaluation_sets"] == summary["evaluations"] == {}

@@ -8,7 +8,8 @@ import asyncio
 import os
 import re
 import signal
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,22 +17,10 @@ from pathlib import Path
 import pytest
 
 from megatron_opd.errors import Preempted, RunFailed, UserError
-from megatron_opd.fleet import guards, startup
+from megatron_opd.fleet import ends, guards, startup
 from megatron_opd.inputs import teachers as teacher_guard
 from megatron_opd.launch import joining, processes
-from megatron_opd.run import (
-    evaluations,
-    run,
-)
-from megatron_opd.run import (
-    parts as run_parts,
-)
-from megatron_opd.run import (
-    start as run_start,
-)
-from megatron_opd.run import (
-    updates as run_updates,
-)
+from megatron_opd.run import attempt, evaluations, recover, run, sampling, start
 from megatron_opd.transport.remote_learner import LearnerError
 from megatron_opd.weight_sync import session
 from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable
@@ -50,8 +39,8 @@ from tests.support.scripted_run import (
 )
 
 MODULES = [
-    *(run, run_parts, run_start, run_updates, startup, joining, guards, processes),
-    *(teacher_guard, evaluations, session),
+    *(run, start, attempt, recover, sampling, startup, joining, guards, processes),
+    *(teacher_guard, evaluations, session, ends),
 ]
 ELSEWHERE = {
     "another command": "launch.ray_submit",
@@ -59,10 +48,9 @@ ELSEWHERE = {
     "of the learner's batches": "run.batch_learner",
     "of a run under way": "fleet.elastic fleet.admission fleet.commands fleet.url_file",
     "of servers that come and go": "fleet.candidate fleet.supervisor",
-    "of a learner that is lost": "run.recover",
     "beside training, or after it": "run.checkpoints run.work_watch",
     "what notices a fault": "launch.health",
-    "what is tested": "fleet.ends",
+    "before the run": "run.pipeline",
 }
 """Modules whose awaits are none of a run's start, and why."""
 ROOMS = ("run", "fleet", "launch", "inputs")
@@ -70,12 +58,15 @@ OTHER = (
     # of a run under way: servers and learners that are lost, that come and go
     *("startup.take_in", "Processes.remove", "Processes.put_another", "Processes.start_one"),
     *("Processes.restart_learner", "Processes.learner_died", "RunGuard.diagnose"),
-    *("_through_losses.recover", "_through_losses.lost", "WeightSync.serve_on", "._serve"),
+    *("LearnerRestarts", "Training._lost", "Training._recover", "WeightSync.serve_on", "._serve"),
     *("WeightSync.start_over", "WeightSync.part_with", "WeightSync.stranded"),
+    *("OwnServers.start_over", "OwnServers.part_with"),
     # of memory that learner and servers share
     *("WeightSync.make_room", "WeightSync._make_room", "WeightSync.restore_memory"),
     # of checkpoints beside training
-    *("EvaluatingKeeper", "_attempt: await kept"),
+    *("EvaluatingKeeper",),
+    # what is tested: but for its one await of what ends a part
+    *("FirstCause.of", "FirstCause._note", "ends.explained"),
 )
 AWAITS = re.compile(r"^ +(.* )?(await|async with|async for)\b", re.MULTILINE)
 UNRAISING = ("return_exceptions=True",)
@@ -83,19 +74,14 @@ UNRAISING = ("return_exceptions=True",)
 LATE = (
     "AsyncExitStack()",
     *("rotate()", "export_best(", "turn.take_back", "_settle(error", "explained("),
-    *("'continue'", "'reopen'", "health"),
+    *("'continue'", "'reopen'", "health", "recover()", "lost(error)", "closing("),
 )
 """Awaits behind a failure, or of options that come after training."""
-CLOSERS = (
-    *("RunParts._close", "RunParts._stop", "RunParts._restore", "RunParts._abandon"),
-    *("RunEvaluations.close", "PipelineRun._closers"),
-)
-"""They end a part; what ends the processes is asked for below by what it is."""
 
 
 def closes(place: Place) -> bool:
-    """Whether an await is of the end of a run, when the learner and the processes are to end."""
-    return any(name in place.function for name in CLOSERS) or "closing(" in place.what
+    """Whether this is the await of every end of a part, of the processes last."""
+    return place.function.endswith("FirstCause.closing.closed")
 
 
 def leaves_out(function: str, what: str) -> bool:
@@ -201,13 +187,16 @@ class Stage:
     number: int = 0
     script: Script = field(init=False)
 
-    def play(self, name: str, *at: Place, kind: Kind | None = None) -> Outcome:
-        """Perform a scene, with a fault at some of its awaits."""
+    def play(
+        self, name: str, *at: Place, kind: Kind | None = None, nth: int | None = None
+    ) -> Outcome:
+        """Perform a scene, with a fault at some of its awaits. nth: at that pass alone."""
         self.number += 1
         directory = self.directory / str(self.number)
         played = in_directory(self.scenes[name], directory)
         script = self.script = Script(played.config)
-        self.faults.at, self.faults.reached = frozenset(at), set()
+        self.faults.at, self.faults.nth = frozenset(at), nth
+        self.faults.reached = Counter()
 
         async def raises() -> BaseException:
             assert kind is not None
@@ -254,32 +243,47 @@ def test_every_await_is_reached(stage: Stage):
         assert len(claims) == len(stage.script.clients), "each server is claimed once"
         assert len({claim.run for claim in claims}) == bool(claims)
         assert [claim.writes for claim in claims].count(True) == bool(claims), "the student's"
-        reached |= stage.faults.reached
+        reached.update(stage.faults.reached)
     missed = [str(place) for place in stage.places if place not in reached]
     assert not missed, "no scene reaches these awaits: add one, or say why they are none"
 
 
-def scenes_of(stage: Stage) -> dict[Place, str]:
-    """Return a scene for every await."""
-    found: dict[Place, str] = {}
+@dataclass(frozen=True)
+class Case:
+    """A scene with a fault at one of its awaits. nth: at that pass alone. last: the last one."""
+
+    scene: str
+    place: Place
+    nth: int | None = None
+    last: bool = False
+
+
+def cases(stage: Stage) -> Iterator[Case]:
+    """Yield every await once, in a scene that reaches it, and every end of a part of two scenes."""
+    found: set[Place] = set()
     for name in stage.scenes:
         stage.play(name)
-        for place in stage.faults.reached:
-            found.setdefault(place, name)
-    return found
+        for place, passes in stage.faults.reached.copy().items():
+            if closes(place):
+                if name in ("run", "sites"):
+                    yield from (Case(name, place, n, n == passes - 1) for n in range(passes))
+            elif place not in found:
+                found.add(place)
+                yield Case(name, place)
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_fault_at_every_await_is_the_cause_that_is_told(stage: Stage, name: str):
     kind, wrong, tried = KINDS[name], [], 0
     signals = kind.status != "failed"
-    for place, where in scenes_of(stage).items():
-        if signals and "self.processes.stop" in place.what:
+    for case in list(cases(stage)):
+        if signals and case.last:
             continue  # what is ending ends, whatever is sent to it
-        outcome, tried = stage.play(where, place, kind=kind), tried + 1
-        words = kind.told
+        outcome = stage.play(case.scene, case.place, kind=kind, nth=case.nth)
+        words, tried = kind.told, tried + 1
         killed = [p.name for p in stage.script.processes if p.code == KILLED]
-        over = "closing(" in place.what or (name == "learner dies" and closes(place))
+        # the learner ends then because it is to; the last part to end is the processes
+        over = case.last or (name == "learner dies" and closes(case.place))
         if killed and not over:
             words = f"{killed[0]} ended with signal 9"
         told = outcome.cause if outcome.summary is not None else str(outcome.ended)
@@ -289,24 +293,21 @@ def test_a_fault_at_every_await_is_the_cause_that_is_told(stage: Stage, name: st
         if isinstance(outcome.ended, Exception):
             right = right and words in str(outcome.ended)
         if not right or outcome.left:
-            wrong.append(f"{where}: {place}: {outcome.ended!r}, left: {outcome.left}")
+            wrong.append(f"{case}: {outcome.ended!r}, left: {outcome.left}")
     assert not wrong, "\n".join(wrong)
     merge("faults at an await that were not told as the cause", len(wrong), 1, tried)
 
 
 def test_what_fails_at_the_end_hides_no_cause_and_keeps_nothing_running(stage: Stage):
     """Every part fails when it is closed, after an update failed and after none did."""
-    places = scenes_of(stage)
-    closers = [each for each in places if closes(each) and "closing(" not in each.what]
-    first = [place for place in places if "controller.run()" in place.what]
-    assert len(closers) > 5
-    assert len(first) == 1
-    numbers = iter(range(1000))
-    kind = Kind(lambda _: ValueError(f"number {next(numbers)}"), "")
-    for at in (first + closers, closers):
+    stage.play("run")
+    (closing,) = (place for place in stage.faults.reached if closes(place))
+    (update,) = (place for place in stage.faults.reached if "controller.run()" in place.what)
+    for at in ((update, closing), (closing,)):
         numbers = iter(range(1000))
+        kind = Kind(lambda _, numbers=numbers: ValueError(f"number {next(numbers)}"), "")
         outcome = stage.play("run", *at, kind=kind)
         assert "number 0" in str(outcome.ended)
         assert "number 0" in (outcome.cause or "")
-        assert next(numbers) == len(stage.faults.reached.intersection(at))
+        assert next(numbers) == sum(stage.faults.reached[place] for place in at) > 6
         assert outcome.left == []

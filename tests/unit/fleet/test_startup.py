@@ -126,18 +126,19 @@ def test_what_the_configuration_says_is_judged_before_they_are_asked():
 
 def test_a_run_tells_them_apart_by_the_student():
     """The run's own way in names the student's model, and no teacher's."""
-    from megatron_opd.run.start import RunStart
+    from megatron_opd.run.start import join
 
     said: list[str] = []
     spec: Any = SimpleNamespace(student=SimpleNamespace(spec=MOE), vocab_sizes={"student": 9})
     spec.ends = {"student": EndTokens((1,), 1)}
     run: Any = SimpleNamespace(
-        config=config_of("prefer"), prepared=spec, claimant=Claimant("run"),
-        _used=lambda role: False, _say=lambda *lines: said.extend(lines),
+        config=config_of("prefer"), prepared=spec,
+        directory=SimpleNamespace(claimant=Claimant("run")),
+        used=lambda role: False, say=lambda *lines: said.extend(lines),
     )  # fmt: skip
     fleet: Any = Elsewhere(told(A, 8, 4), told(B, 4, 4))
-    asyncio.run(RunStart._join(run, "student", fleet))
+    asyncio.run(join(run, "student", fleet))
     assert said[0].startswith("note: wider gap between learner and sampler: learner.parallel.tp=4")
     run.config = config_of("require")
     with pytest.raises(UserError, match=r"tp=8 of http://127\.0\.0\.1:1"):
-        asyncio.run(RunStart._join(run, "student", fleet))
+        asyncio.run(join(run, "student", fleet))

@@ -8,13 +8,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.health import EngineLost, ProcessDied
 from megatron_opd.launch.learner_process import LearnerProcess
 from megatron_opd.launch.processes import Processes
-from megatron_opd.run import run
+from megatron_opd.run import start
 from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.ports import free_port
@@ -40,7 +39,7 @@ def test_an_unforeseen_error_before_the_directory_is_ours_is_printed(
     logs = tmp_path / "run" / "logs"
     logs.mkdir(parents=True)
     (logs.parent / "config.resolved.yaml").write_text("an earlier run")
-    monkeypatch.setattr(run, "make_fleet", broken)
+    monkeypatch.setattr(start, "make_fleet", broken)
     capsys.readouterr()
 
     assert call(tmp_path, config, "--overwrite", verb="control") == 1
@@ -87,16 +86,23 @@ class Remote:
         return AssertionError("nobody is there to fail")
 
 
-def starting_run(processes: Processes, **more: Any) -> Any:
+class RunsAlready(Processes):
+    """Processes that were started before."""
+
+    def start(self) -> None:
+        """They were."""
+
+
+def starting_run(processes: Processes, remote: Any, **more: Any) -> Any:
     section = {"model": "m"}
     tree = {"data": {"train": "d"}, "student": section, "teacher": section}
-    starting: Any = object.__new__(run.PipelineRun)
-    starting.config = Config.model_validate(tree)
-    starting.processes, starting.roles = processes, ("student", "teacher")
-    starting.console = Console(quiet=True)
-    for name, value in more.items():
-        setattr(starting, name, value)
-    return starting
+    config, roles = Config.model_validate(tree), ("student", "teacher")
+    run_dir = SimpleNamespace(logs=Path("logs"))
+    return SimpleNamespace(
+        config=config, roles=roles, processes=processes, remote=remote, run_dir=run_dir,
+        machines=SimpleNamespace(line=None), directory=SimpleNamespace(take_over=lambda: None),
+        say=lambda *lines: None, **more,
+    )  # fmt: skip
 
 
 def test_a_server_that_dies_while_the_learner_starts_is_noticed(tmp_path: Path):
@@ -105,10 +111,10 @@ def test_a_server_that_dies_while_the_learner_starts_is_noticed(tmp_path: Path):
     spec = ServerSpec(model_path="m", role="student", port=1234)
     server = UpAtOnce(spec, tmp_path / "student-0.log", process)
     learner = Starting(["learner"], tmp_path / "learner.log", None)
-    starting = starting_run(Processes([server], learner))
+    starting = starting_run(RunsAlready([server], learner), Remote())
 
     async def main() -> None:
-        connecting = asyncio.create_task(starting._connect(Remote(), {}))
+        connecting = asyncio.create_task(start._start_and_connect(starting, {}))
         await asyncio.sleep(0.2)
         assert not connecting.done()
         process.kill()
@@ -123,7 +129,7 @@ def test_a_server_that_dies_while_the_learner_starts_is_noticed(tmp_path: Path):
         process.wait()
 
 
-def test_a_server_elsewhere_too():
+def test_a_server_elsewhere_too(monkeypatch: pytest.MonkeyPatch):
     class Fleet:
         """One server, which answers once and is gone then."""
 
@@ -137,9 +143,10 @@ def test_a_server_elsewhere_too():
     async def joins(*_: object) -> None:
         """Its facts are in order."""
 
-    starting = starting_run(Processes([], None), _join=joins)
-    starting.urls = dict.fromkeys(starting.roles, ("http://far:1",))
+    monkeypatch.setattr(start, "join", joins)
+    urls = dict.fromkeys(("student", "teacher"), ("http://far:1",))
+    starting = starting_run(Processes([], None), Remote(), urls=urls)
     fleets: Any = {role: Fleet() for role in starting.roles}
-    waiting = starting._wait_for_others(Remote(), fleets)
+    waiting = start._wait_for_others(starting, fleets)
     with pytest.raises(EngineLost, match=r"^(student|teacher) server http://far:1 is gone"):
         run_virtual(waiting)

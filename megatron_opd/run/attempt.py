@@ -1,0 +1,305 @@
+"""The updates that one learner makes, until the last one or until that learner is lost.
+
+weights of the checkpoint in the learner and live on the servers
+-> recorder, evaluations, checkpoints, controller  -> the controller makes the updates
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from megatron_opd.checkpoint.state_dirs import StepDirs
+from megatron_opd.config.roles import STUDENT, teacher_roles
+from megatron_opd.config.site_bounds import permits, staleness_bound
+from megatron_opd.controller.controller import Controller
+from megatron_opd.controller.garbage import collected_rarely, put_aside
+from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.progress import make_display
+from megatron_opd.controller.schedule import make_schedule
+from megatron_opd.data.curriculum import CurriculumSource
+from megatron_opd.evaluation.evaluations import Evaluations
+from megatron_opd.evaluation.ports import Surroundings
+from megatron_opd.evaluation.progress import EvaluationProgress
+from megatron_opd.evaluation.summary import summary_of
+from megatron_opd.fleet.guards import while_alive
+from megatron_opd.inputs.prepare import Prepared
+from megatron_opd.inputs.prompts import source_at, used_up
+from megatron_opd.inputs.sinks import make_sinks
+from megatron_opd.inputs.teachers import make_teacher_watch
+from megatron_opd.metrics.persist import dump_totals, restore_totals
+from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.rollouts import RolloutRecord
+from megatron_opd.metrics.signal import SignalWatch
+from megatron_opd.metrics.summary import summarise
+from megatron_opd.metrics.timeline import Timeline
+from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.trace import TraceWriter
+from megatron_opd.rollout.teacher_health import HealthProbe, here
+from megatron_opd.run.batch_learner import BatchLearner
+from megatron_opd.run.checkpoints import Checkpoints
+from megatron_opd.run.evaluations import EvaluatingKeeper, evaluations_in, port_of
+from megatron_opd.run.first_update import MismatchJudge
+from megatron_opd.run.ready import Ready, resumed_at, resumed_figures, state_of
+from megatron_opd.run.resume import Resumption
+from megatron_opd.run.start import Up
+from megatron_opd.run.work_watch import recorded_work
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """Says where an attempt begins.
+
+    resumed: the checkpoint; None: before the first update. before: what was evaluated then. again:
+    whether another learner was lost.
+    """
+
+    resumed: Resumption | None
+    before: EvaluationProgress
+    again: bool = False
+
+    @property
+    def evaluated(self) -> EvaluationProgress:
+        """Returns what is known of evaluations there."""
+        return self.before if self.resumed is None else self.resumed.evaluations
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """Holds what makes the updates with one learner, and what counts, keeps and evaluates them."""
+
+    ready: Ready
+    up: Up
+    beginning: Beginning
+    prepared: Prepared
+    totals: RunTotals
+    recorder: RunRecorder
+    evaluations: Evaluations
+    checkpoints: Checkpoints
+    judge: MismatchJudge
+    controller: Controller
+
+    async def run(self) -> None:
+        """Make the updates that are left."""
+        ready, up, controller = self.ready, self.up, self.controller
+        version = state_of(self.beginning.resumed).version
+        with ready.stopping.after(self._preempted):
+            serve_on = up.sampling.weights.serve_on(lambda: version, asyncio.Lock())
+            await while_alive(up.guard, self.evaluations.again(), beside=serve_on)
+            await up.sampling.first(up.guard)
+            put_aside()
+            with collected_rarely(permits(ready.config)):
+                async with self._work_recorded():
+                    await controller.run()
+            await while_alive(up.guard, self.checkpoints.finish())
+        ready.say(*used_up(ready.config, controller.accounting.updates))
+        ready.say(*self.prepared.drawn_lines(ready.config))
+
+    def _preempted(self) -> None:
+        """End training early, and evaluate nothing more: the run that continues does."""
+        self.controller.end_early()
+        self.evaluations.interrupt()
+
+    def _work_recorded(self) -> AbstractAsyncContextManager[None]:
+        if not self.ready.config.metrics.trace:
+            return nullcontext()
+        return recorded_work(self.recorder, self.up.fleets, self.ready.processes)
+
+    def figures(self) -> dict[str, Any]:
+        """Return the keys of summary.json on the updates."""
+        accounting, config = self.controller.accounting, self.ready.config
+        return {
+            **summarise(self.totals, accounting, self.ready.wall_s(), staleness_bound(config)),
+            **self.judge.summary(),
+            **summary_of(self.evaluations, None),
+            **resumed_figures(self.beginning.resumed),
+            "checkpoint_wait_s_mean": self.checkpoints.waited_s.value,
+            "checkpoint_s_mean": self.checkpoints.written_s.value,
+            "data_epochs": self.prepared.prompts.epochs_at(self.controller.next_uid),
+        }
+
+
+async def begin_attempt(
+    ready: Ready, up: Up, beginning: Beginning, closers: AsyncExitStack
+) -> Attempt:
+    """Bring learner and servers to where the attempt begins, and make its parts.
+
+    closers: takes what ends the parts.
+    """
+    resumed, state = beginning.resumed, state_of(beginning.resumed)
+    if resumed is not None:
+        await up.sampling.weights.make_room()
+        await ready.remote.load_state(resumed.learner)
+    if resumed is not None or beginning.again or ready.config.weight_sync.round_to is not None:
+        # the servers hold other weights: the checkpoint that the run began with, or later ones
+        await up.sampling.weights.sync(state.version)
+    attempt = _made(ready, up, beginning)
+    ready.summary.follow(attempt.figures)
+
+    async def close_files() -> None:
+        attempt.recorder.close()
+
+    for close in (attempt.checkpoints.abandon, close_files, attempt.evaluations.abandon):
+        closers.push_async_callback(ready.ends.closing(close))
+    return attempt
+
+
+def _made(ready: Ready, up: Up, beginning: Beginning) -> Attempt:
+    config, resumed, state = ready.config, beginning.resumed, state_of(beginning.resumed)
+    prepared, totals = ready.prepared, ready.new_totals()
+    if beginning.again:
+        prepared = replace(prepared, prompts=source_at(prepared.prompts, state))
+    # these three tell each other what happens: each names the others where it calls them
+    surroundings = Surroundings(
+        port=lambda: port_of(config, prepared, STUDENT, up.fleets[STUDENT]),
+        updates=lambda: controller.accounting.updates,
+        elapsed_s=lambda: time.monotonic() - recorder.started_s,
+        record=lambda row: recorder.evaluated(row),
+        end_early=lambda: controller.end_early(),
+        say=ready.say,
+    )
+    evaluations = evaluations_in(config, prepared, surroundings)
+    evaluations.restore(beginning.evaluated)
+    recorder = _make_recorder(ready, up, prepared, totals, resumed, evaluations.live)
+    checkpoints = Checkpoints(
+        StepDirs(ready.run_dir.checkpoints),
+        config,
+        ready.remote,
+        lambda: _extras(ready, resumed, totals, recorder, evaluations),
+        ready.say,
+        ready.admission.claim,
+        state.updates,
+        evaluations,
+    )
+    judge = _make_judge(ready)
+    rollout, teacher = up.sampling.engines()
+    ports = Ports(
+        prompts=prepared.prompts,
+        passed=lambda: prepared.prompts.passed,
+        rollout=rollout,
+        teacher=teacher,
+        learner=BatchLearner(config, ready.remote, up.pool, judge),
+        store=up.pool,
+        weight_sync=up.sampling.weights,
+        observer=recorder,
+        guard=up.guard,
+        curriculum=_curriculum(prepared),
+        keeper=EvaluatingKeeper(checkpoints, evaluations),
+    )
+    controller = Controller(make_schedule(config), ports, state)
+    if resumed is None and not beginning.again:
+        for row in beginning.before.rows:
+            recorder.evaluated(row.row())
+    return Attempt(
+        ready=ready,
+        up=up,
+        beginning=beginning,
+        prepared=prepared,
+        totals=totals,
+        recorder=recorder,
+        evaluations=evaluations,
+        checkpoints=checkpoints,
+        judge=judge,
+        controller=controller,
+    )
+
+
+def _make_judge(ready: Ready) -> MismatchJudge:
+    experts, info = any(ready.prepared.student.spec.moe_layers), ready.remote.info
+    gpu = info is not None and info.device != "cpu"
+    return MismatchJudge(ready.config, ready.say, experts=experts, gpu=gpu)
+
+
+def _curriculum(prepared: Prepared) -> CurriculumSource | None:
+    """Return the source of the prompts if it chooses them by their pass rate."""
+    return prepared.prompts if isinstance(prepared.prompts, CurriculumSource) else None
+
+
+def _make_recorder(
+    ready: Ready,
+    up: Up,
+    prepared: Prepared,
+    totals: RunTotals,
+    resumed: Resumption | None,
+    live: Callable[[int], None],
+) -> RunRecorder:
+    """Make the observer: files as configured, and a display. live: told of each version."""
+    config, run_dir, metrics = ready.config, ready.run_dir, ready.config.metrics
+    timeline = rollouts = None
+    if metrics.trace:
+        timeline = Timeline(TraceWriter(run_dir.trace, time.monotonic()), ready.samplers)
+    if metrics.rollouts:
+        fetch = None if up.pool is None else up.pool.fetch
+        rollouts = RolloutRecord(run_dir.rollouts, prepared.decode, metrics.rollouts, fetch)
+    curriculum = _curriculum(prepared)
+
+    def more_columns() -> Mapping[str, Any]:
+        chosen = {} if curriculum is None else curriculum.columns()
+        return {**chosen, **up.sampling.columns()}
+
+    elapsed_s, updates = 0.0, 0
+    if resumed is not None:
+        elapsed_s, updates = resumed.extras["elapsed_s"], resumed.state.updates
+        restore_totals(totals, resumed.extras["totals"], time.monotonic())
+    return RunRecorder(
+        config.run.max_steps,
+        totals,
+        make_sinks(config, run_dir, updates),
+        timeline,
+        make_display(ready.console) if metrics.progress else None,
+        elapsed_s=elapsed_s,
+        updates=updates,
+        teacher_watch=make_teacher_watch(config, prepared.vocab_sizes),
+        signal=SignalWatch(
+            reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
+        ),
+        more_columns=more_columns,
+        rollouts=rollouts,
+        live=live,
+        probe=_make_health_probe(ready, up),
+    )
+
+
+def _make_health_probe(ready: Ready, up: Up) -> HealthProbe | None:
+    """Make what measures how student and teacher agree, if metrics.health_every asks for it."""
+    config, prepared, fleets = ready.config, ready.prepared, up.fleets
+    if not config.metrics.health_every:
+        return None
+    return HealthProbe(
+        fleets[STUDENT],
+        {name: fleets[role] for name, role in teacher_roles(config).items()},
+        config.metrics,
+        (config.rollout.temperature, config.scoring.temperature),
+        frozenset(prepared.ending.token_ids),
+        prepared.student.vocab_size,
+        name=uuid.uuid4().hex[:8],
+        seed=config.run.seed,
+        whole=here if up.pool is None else up.pool.sample,
+    )
+
+
+def _extras(
+    ready: Ready,
+    resumed: Resumption | None,
+    totals: RunTotals,
+    recorder: RunRecorder,
+    evaluations: Evaluations,
+) -> dict[str, Any]:
+    """Return what a resumed run needs besides learner and controller (resume.EXTRAS)."""
+    now_s = time.monotonic()
+    return {
+        "elapsed_s": now_s - recorder.started_s,
+        "wall_s": ready.wall_s(),
+        "resumed_at_updates": resumed_at(resumed),
+        "evaluations": evaluations.progress().as_json(),
+        "totals": dump_totals(totals, now_s),
+        "data": msgspec.to_builtins(ready.data),
+        "template": ready.prepared.template.as_json(),
+    }

@@ -1,0 +1,153 @@
+"""Where a run's samples come from and its weights go to: its own servers, or sites far away.
+
+SitesOfRun (sites/learner_side.py) is the other one that has these methods.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
+
+from megatron_opd.config.roles import STUDENT, Role, teacher_roles
+from megatron_opd.controller.ports import Guard, RolloutEngine, TeacherScorer
+from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.data_workers.reward import make_reward
+from megatron_opd.data_workers.through import sampled_by_workers, scored_by_workers
+from megatron_opd.fleet.supervisor import Supervisor
+from megatron_opd.rollout.generator import make_generator
+from megatron_opd.rollout.scorer import make_scorer
+from megatron_opd.run.ready import Ready
+from megatron_opd.sites.versions import SiteVersions
+from megatron_opd.weight_sync.memory import MemoryTurns
+from megatron_opd.weight_sync.session import Lose, WeightSync
+from megatron_opd.weight_sync.transport import transport_kind
+from sglang_bridge.fleet import Fleet
+
+
+class Sampling(Protocol):
+    """Names what a run needs of what samples for it."""
+
+    @property
+    def weights(self) -> WeightSync | SiteVersions:
+        """Returns what sends the learner's weights there."""
+        ...
+
+    async def open(self, guard: Guard, supervisor: Supervisor) -> None:
+        """Connect the learner and what samples, once before the first update."""
+        ...
+
+    async def first(self, guard: Guard) -> None:
+        """Wait until something is there that samples. Raises UserError."""
+        ...
+
+    def engines(self) -> tuple[RolloutEngine, TeacherScorer]:
+        """Return what samples for one controller, and what scores."""
+        ...
+
+    async def start_over(self, state: ControllerState) -> None:
+        """Prepare for another learner, which continues from `state`. Raises WeightSyncFailed."""
+        ...
+
+    async def part_with(self, url: str, drop: Callable[[], None]) -> str | None:
+        """Let a student server go, and `drop` it; see WeightSync.part_with."""
+        ...
+
+    async def farewell(self, outliving: Collection[str]) -> None:
+        """Take leave after the last update. outliving: servers that stay when the run ends."""
+        ...
+
+    async def heard(self) -> None:
+        """Wait until it has arrived everywhere."""
+        ...
+
+    async def close(self, outliving: Collection[str]) -> None:
+        """End the connections, however the run ended."""
+        ...
+
+    def columns(self) -> Mapping[str, Any]:
+        """Return columns for the row of an update."""
+        ...
+
+    def summary(self) -> Mapping[str, Any] | None:
+        """Return what summary.json says of sites; None: there are none."""
+        ...
+
+
+class OwnServers:
+    """Samples on the run's own student servers, to which the learner's weights go.
+
+    Args:
+        ready: the run.
+        fleets: of all roles.
+        pool: data workers through which samples and scores go; None: they come here.
+        lose: gives up a student server that a weight sync cannot reach.
+    """
+
+    def __init__(
+        self, ready: Ready, fleets: Mapping[Role, Fleet], pool: WorkerPool | None, lose: Lose
+    ) -> None:
+        config, student = ready.config, fleets[STUDENT]
+        self._config, self._prepared = config, ready.prepared
+        self._fleets, self._pool = fleets, pool
+        self._used, self._opened = ready.used(STUDENT), False
+        make_transport = transport_kind(config.weight_sync).fleet_part
+        transport = make_transport(student, ready.remote.move_weights, config)
+        memory = MemoryTurns(student, ready.remote) if config.schedule.time_shared else None
+        self.weights = WeightSync(
+            student, ready.remote, transport, config.weight_sync, lose, memory
+        )
+
+    async def open(self, guard: Guard, supervisor: Supervisor) -> None:
+        """Connect the learner and the servers. Raises WeightSyncFailed."""
+        self._opened = True
+        await self.weights.open(used=self._used)
+
+    async def first(self, guard: Guard) -> None:
+        """Return at once: the servers are there."""
+
+    def engines(self) -> tuple[RolloutEngine, TeacherScorer]:
+        """Return what samples from the student's servers, and what scores on the teachers'."""
+        config, prepared, pool, fleets = self._config, self._prepared, self._pool, self._fleets
+        run_id, vocab_size = uuid.uuid4().hex[:8], prepared.student.vocab_size
+        reward = make_reward(prepared.judge, prepared.ending, pool)
+        sample = score = None
+        if pool is not None:
+            roles = teacher_roles(config)
+            sizes = {name: prepared.vocab_sizes[role] for name, role in roles.items()}
+            sample = sampled_by_workers(pool, fleets[STUDENT])
+            score = scored_by_workers(pool, sizes)
+        ends = prepared.ending.token_ids
+        return (
+            make_generator(config, fleets[STUDENT], vocab_size, run_id, ends, sample),
+            make_scorer(config, fleets, vocab_size, run_id, reward, score),
+        )
+
+    async def start_over(self, state: ControllerState) -> None:
+        """Prepare for another learner. WeightSyncFailed: too few servers are left."""
+        await self.weights.start_over()
+
+    async def part_with(self, url: str, drop: Callable[[], None]) -> str | None:
+        """See WeightSync.part_with."""
+        return await self.weights.part_with(url, drop)
+
+    async def farewell(self, outliving: Collection[str]) -> None:
+        """Leave the group of servers that outlive this run."""
+        if outliving:
+            await self.weights.close()
+
+    async def heard(self) -> None:
+        """Return at once."""
+
+    async def close(self, outliving: Collection[str]) -> None:
+        """Give servers that outlive this run the memory that they shared with the learner."""
+        if self._opened:
+            await self.weights.restore_memory(tuple(outliving))
+
+    def columns(self) -> Mapping[str, Any]:
+        """Return none."""
+        return {}
+
+    def summary(self) -> None:
+        """Return None: there are no sites."""
