@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 
 from sglang_bridge.weights.exchange import Message, receive, send
 from sglang_bridge.weights.lanes import forget_lanes
-from sglang_bridge.weights.same_host import settle
+from sglang_bridge.weights.same_host import find_lanes
 
 TENSORS = 8
 COLUMNS, BESIDE = 1024, 64
@@ -39,7 +39,7 @@ def main() -> None:
     sends = rank == "0"
     store = TCPStore("127.0.0.1", int(port), 2, sends, LIMIT)
     group = ProcessGroupGloo(store, int(rank), 2, LIMIT)
-    lanes = settle(group, torch.device(device), sends=sends, receives=not sends)
+    lanes = find_lanes(group, torch.device(device), sends=sends, receives=not sends)
     ways: dict[str, list[float]] = {}
     for way, dense in (("where_it_lies", True), ("packed", False), ("through_group", True)):
         if way == "through_group":

@@ -1,6 +1,6 @@
 """Keeps the pass rate of every problem: the mean reward of its latest responses.
 
-Invariant: rates change in `settle` alone, by the rewards noted until then in the order of their
+Invariant: rates change in `apply_noted` alone, by the rewards noted until then in the order of their
 uids, whatever the order in which they were noted.
 """
 
@@ -24,7 +24,7 @@ class CurriculumState(msgspec.Struct, frozen=True):
 
     looked_at: candidates considered; skipped: those passed over. rate_R, seen_R: pass rate of each
     problem, and the responses it was made of, at most `memory`. noted: (uid, row, reward) since
-    the last `settle`.
+    the last `apply_noted`.
     """
 
     looked_at: int
@@ -53,7 +53,7 @@ class PassRates:
         if sample.reward is not None and prompt.row != NO_ROW:
             self.noted.append((prompt.uid, prompt.row, sample.reward))
 
-    def settle(self) -> None:
+    def apply_noted(self) -> None:
         """Let the rewards noted so far change the rates."""
         for _, row, reward in sorted(self.noted):
             self.seen_R[row] = min(self.seen_R[row] + 1, self._config.memory)

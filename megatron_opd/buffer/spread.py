@@ -57,7 +57,7 @@ class GroupRule:
 class SpreadState(msgspec.Struct, frozen=True):
     """Holds what was found so far.
 
-    next_group: the first one not settled; in_a_row: s of the one before. found: of later groups.
+    next_group: the first one not decided; in_a_row: s of the one before. found: of later groups.
     """
 
     next_group: int = 0
@@ -118,10 +118,10 @@ class SpreadFilter:
         if reason is None:
             judged = self._rule.judges(prompt)
             self._found[group] = "differ" if judged else "unjudged"
-            return [GroupVerdict(group, None), *self._settle()]
+            return [GroupVerdict(group, None), *self._decide()]
         self._found[group] = "alike"
         self._waiting[group] = reason
-        return self._settle()
+        return self._decide()
 
     def broken(self, group: int) -> list[GroupVerdict]:
         """Forget a group that lost a member; return what is decided by that."""
@@ -130,7 +130,7 @@ class SpreadFilter:
             return []
         self._rewards.pop(group, None)
         self._found[group] = "unjudged"
-        return self._settle()
+        return self._decide()
 
     def resume(self, line: Iterable[AnySample], unscored: Iterable[int], next_uid: int) -> None:
         """Continue a run. line: scored samples held; unscored: uids held besides.
@@ -159,7 +159,7 @@ class SpreadFilter:
             return ALL_RIGHT
         return ALL_WRONG if max(known) <= 0 else NO_REWARD_SPREAD
 
-    def _settle(self) -> list[GroupVerdict]:
+    def _decide(self) -> list[GroupVerdict]:
         """Count in order as far as all is known, then look at groups that wait."""
         decided: list[GroupVerdict] = []
         while self._next in self._found:

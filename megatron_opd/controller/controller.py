@@ -310,7 +310,7 @@ class Controller(Pipeline):
             self._version = updates
             self._buffer.wake()  # more may be admitted
             if self._ports.curriculum is not None:  # before a permit can admit another prompt
-                self._ports.curriculum.settle()
+                self._ports.curriculum.apply_noted()
             self._let_go([s.rollout.prompt.uid for b in batches for s in b.samples])
             self._ports.observer.weights_synced(batches[-1], report, self._depths())
             if keeper is not None and keeps:

@@ -180,7 +180,7 @@ class Curriculum(Protocol):
         """Note the reward of a scored response, trained on or not."""
         ...
 
-    def settle(self) -> None:
+    def apply_noted(self) -> None:
         """Let the rewards noted so far decide about the prompts to come: a version went live."""
         ...
 

@@ -129,9 +129,9 @@ class CurriculumSource:
         """Note the reward of a response, if it has one."""
         self._rates.note(sample)
 
-    def settle(self) -> None:
+    def apply_noted(self) -> None:
         """Let the rewards noted so far decide about the prompts to come."""
-        self._rates.settle()
+        self._rates.apply_noted()
 
     @property
     def state(self) -> CurriculumState:

@@ -101,19 +101,19 @@ class SimulatedServer(Generic[ModelT]):
         """Return once a request is complete. ServerUnreachable: the server died."""
         self.must_be_up()
         done = self._waits[job] = asyncio.get_running_loop().create_future()
-        now_s = self.settled()
+        now_s = self.advanced()
         self.model.add(job, now_s)
         self.moved()
         try:
             await done
         except asyncio.CancelledError:
             if self._waits.pop(job, None) is not None:
-                now_s = self.settled()
+                now_s = self.advanced()
                 self.model.cancel(job, now_s)
                 self.moved()
             raise
 
-    def settled(self) -> float:
+    def advanced(self) -> float:
         """Let the model do all that is due; return the time until when it has."""
         now_s = self._host.now_s
         self._answer(self.model.advance(now_s))
@@ -183,7 +183,7 @@ class SimulatedStudent(SimulatedServer[Engine]):
     async def pause(self) -> None:
         """Return once it has stopped to sample, which is between two steps."""
         began, engine = self.starts, self.model
-        now_s = self.settled()
+        now_s = self.advanced()
         engine.pause(now_s)
         self.moved()
         while self.up and engine.phase != "paused":
@@ -194,7 +194,7 @@ class SimulatedStudent(SimulatedServer[Engine]):
 
     def resume(self) -> None:
         """Continue to sample after a pause."""
-        now_s = self.settled()
+        now_s = self.advanced()
         self.model.resume(now_s)
         self.moved()
 

@@ -29,7 +29,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     """Asks all ranks to plan and to form the group, as its first ones.
 
     servers: (url, tp, ep) of each, in order. dtype: torch's name of what their parameters are.
-    same_host: whether all ranks settle then who is on one host (sglang_bridge/weights/same_host).
+    same_host: whether all ranks find out then who is on one host (sglang_bridge/weights/same_host).
     """
 
     host: str

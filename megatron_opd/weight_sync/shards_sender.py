@@ -37,7 +37,7 @@ from megatron_opd.weight_sync.shards_messages import (
 from sglang_bridge.errors import one_line
 from sglang_bridge.weights.exchange import Message, PeerLost, Read, send
 from sglang_bridge.weights.formats import Format, dtype_of
-from sglang_bridge.weights.same_host import settle
+from sglang_bridge.weights.same_host import find_lanes
 from sglang_bridge.weights.schedule import Bucket, SlicePart
 
 NOT_CONNECTED = "the weight group is not connected"
@@ -119,7 +119,7 @@ class ShardsSender:
                 store, world.rank, size, asked.group_name, asked.backend, limit_s
             )
             if asked.same_host:
-                settle(self._group, world.device, sends=True)
+                find_lanes(self._group, world.device, sends=True)
         except RuntimeError as error:  # DistError is one
             return f"the weight group did not form: {one_line(str(error))}"
         return None

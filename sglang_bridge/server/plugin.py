@@ -40,7 +40,7 @@ from sglang_bridge.server.spec import (
     WEIGHTS_DIR_VARIABLE,
 )
 from sglang_bridge.weights.formats import HELD_AS, SCALES_SUFFIX
-from sglang_bridge.weights.same_host import settle
+from sglang_bridge.weights.same_host import find_lanes
 from sglang_bridge.weights.share import decode_share
 
 _plan: score_plan.ScorePlan | None = None  # for the forward pass being launched
@@ -203,7 +203,7 @@ def around_check_weights(
         wire.PROGRESS_ACTION: lambda _: progress(),
         wire.WORK_ACTION: lambda _: {wire.WORK: msgspec.json.encode(_meter.work()).decode()},
         wire.EXPECT_ACTION: lambda model: expect_weights(model, argument),
-        wire.SAME_HOST_ACTION: lambda _: settle_same_host(argument),
+        wire.SAME_HOST_ACTION: lambda _: find_lanes_here(argument),
         wire.STAGE_ACTION: lambda _: stage_weights(argument),
         wire.STAGED_DIGEST_ACTION: lambda _: staged_digests(),
         wire.STAGED_ACTION: lambda _: the_receiver().staged(),
@@ -247,14 +247,14 @@ def expect_weights(model: torch.nn.Module, share: str) -> dict[str, str]:
     return {wire.RECEIVED_BYTES: str(size)}
 
 
-def settle_same_host(group_name: str) -> dict[str, str]:
+def find_lanes_here(group_name: str) -> dict[str, str]:
     """Finds with all ranks of the update group `group_name` which of them are on one host.
 
     A rank that fails leaves the group.
     """
     group, _ = compat.update_group(_runner, group_name)
     try:
-        settle(group, torch.device(_runner.device), receives=True)
+        find_lanes(group, torch.device(_runner.device), receives=True)
     except BaseException:
         compat.leave_update_group(_runner, group_name)
         raise

@@ -36,7 +36,7 @@ PROOF_BYTES = 16
 BOOT_ID, PROCESSES = Path("/proc/sys/kernel/random/boot_id"), "/proc/self/ns/pid"
 
 
-def settle(
+def find_lanes(
     group: ProcessGroup, device: torch.device, *, sends: bool = False, receives: bool = False
 ) -> Lanes:
     """Find the lanes between the ranks of a gloo group, and use them. Collective.
@@ -45,7 +45,7 @@ def settle(
     PeerLost: a rank did not take part.
     """
     try:
-        lanes = _settled(group, device, sends=sends, receives=receives)
+        lanes = _found_lanes(group, device, sends=sends, receives=receives)
     except RuntimeError as error:
         cause = f"the ranks did not agree on how to send on one host: {said_plainly(error)}"
         raise PeerLost(0, cause) from None
@@ -53,7 +53,9 @@ def settle(
     return lanes
 
 
-def _settled(group: ProcessGroup, device: torch.device, *, sends: bool, receives: bool) -> Lanes:
+def _found_lanes(
+    group: ProcessGroup, device: torch.device, *, sends: bool, receives: bool
+) -> Lanes:
     rank, mine = group.rank(), _host()
     there = [at for at, host in enumerate(_all_gather(group, mine)) if host == mine and at != rank]
     lane = _lane(device) if sends and there else None

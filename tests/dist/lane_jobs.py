@@ -13,7 +13,7 @@ import torch
 from sglang_bridge.weights.exchange import Message, PeerLost, receive, send
 from sglang_bridge.weights.host_lane import HostOpener
 from sglang_bridge.weights.lanes import LEG_BYTES
-from sglang_bridge.weights.same_host import settle
+from sglang_bridge.weights.same_host import find_lanes
 from tests.support.receiving import CPU, gloo_group
 
 LEGS = 12  # more than a lane's memory holds
@@ -26,7 +26,7 @@ def lose(out: Path, *, victim: int, signal: int, timeout_s: float) -> None:
     """
     rank, port = int(os.environ["RANK"]), int(os.environ["MASTER_PORT"])
     group = gloo_group(port, "lanes", rank, 2, timeout_s, listens=rank == 0)
-    lanes = settle(group, CPU, sends=rank == 0, receives=rank == 1)
+    lanes = find_lanes(group, CPU, sends=rank == 0, receives=rank == 1)
     assert lanes.takers == ({1} if rank == 0 else set())
     numbers = torch.full((LEGS * LEG_BYTES // 4,), float(1 - rank))
     message = Message(1 - rank, ("w",), (numbers,), torch.float32)

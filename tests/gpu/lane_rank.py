@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroupGloo, TCPStore
 from sglang_bridge.weights.device_lane import DeviceLane, DeviceOpener
 from sglang_bridge.weights.exchange import Message, receive, send
 from sglang_bridge.weights.lanes import LEG_BYTES
-from sglang_bridge.weights.same_host import settle
+from sglang_bridge.weights.same_host import find_lanes
 
 LIMIT = timedelta(seconds=60)
 ROUNDS = 3
@@ -49,7 +49,7 @@ def main() -> None:
     device = torch.device("cuda", 0)
     store = TCPStore("127.0.0.1", port, 2, rank == 0, LIMIT)
     group = ProcessGroupGloo(store, rank, 2, LIMIT)
-    lanes = settle(group, device, sends=rank == 0, receives=rank == 1)
+    lanes = find_lanes(group, device, sends=rank == 0, receives=rank == 1)
     lane = isinstance(lanes.own, DeviceLane) and lanes.takers == {1}
     lane = lane or isinstance(lanes.openers.get(0), DeviceOpener)
     held = [

@@ -31,7 +31,7 @@ from sglang_bridge.server.pieces import Piece
 from sglang_bridge.weights import lanes
 from sglang_bridge.weights.exchange import PeerLost
 from sglang_bridge.weights.formats import Format, dtype_of
-from sglang_bridge.weights.same_host import settle
+from sglang_bridge.weights.same_host import find_lanes
 from sglang_bridge.weights.share import decode_share
 
 HOST = "127.0.0.1"
@@ -127,9 +127,9 @@ class Rank:
         """As SGLang's init_custom_process_group, for threads that share a process."""
         self.group = Counted(gloo_group(port, name, rank, size, timeout_s))
 
-    def settle(self) -> dict[str, str]:
+    def find_lanes(self) -> dict[str, str]:
         assert self.group is not None
-        self.same_host = settle(self.group, CPU, receives=True)  # type: ignore[arg-type]
+        self.same_host = find_lanes(self.group, CPU, receives=True)  # type: ignore[arg-type]
         return {}
 
     def stage(self) -> None:
@@ -263,7 +263,7 @@ class ThreadFleet:
             }
         verb, _, argument = action.partition(" ")
         if verb == wire.SAME_HOST_ACTION:
-            await self._everywhere([rank.settle for rank in self.ranks()])
+            await self._everywhere([rank.find_lanes for rank in self.ranks()])
             return {}
         if verb == wire.OPEN_VERSIONS:
             self._opening = argument

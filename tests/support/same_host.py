@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from torch.distributed import ProcessGroupGloo
 
-from sglang_bridge.weights.same_host import settle
+from sglang_bridge.weights.same_host import find_lanes
 from tests.support.receiving import CPU, gloo_groups
 
 
@@ -16,12 +16,12 @@ def side_by_side(*calls: Callable[[], object]) -> None:
             done.result(timeout=60)
 
 
-def settled(size: int, senders: int, timeout_s: float = 30) -> list[ProcessGroupGloo]:
+def groups_with_lanes(size: int, senders: int, timeout_s: float = 30) -> list[ProcessGroupGloo]:
     """All members of a new group, of which the first ones send and the others receive."""
     groups = gloo_groups(size, timeout_s)
     side_by_side(
         *(
-            lambda g=g, s=rank < senders: settle(g, CPU, sends=s, receives=not s)
+            lambda g=g, s=rank < senders: find_lanes(g, CPU, sends=s, receives=not s)
             for rank, g in enumerate(groups)
         )
     )

@@ -36,7 +36,7 @@ def rows(source: CurriculumSource, count: int) -> list[int]:
 def rated(source: CurriculumSource, rates: dict[int, float]) -> None:
     for row, reward in rates.items():
         source.judged(scored(Prompt(row, "", np.array([row], np.int32), row=row), reward))
-    source.settle()
+    source.apply_noted()
 
 
 def test_a_prompt_without_a_rate_is_taken_and_comes_group_size_times():
@@ -82,7 +82,7 @@ def test_a_rate_is_the_mean_of_the_first_rewards_then_of_about_the_last():
         rate += (reward - rate) / min(number, 4)
         expected.append(rate)
         source.judged(scored(prompt, reward))
-        source.settle()
+        source.apply_noted()
         assert source.state.rate_R[0] == pytest.approx(rate)
     assert expected[3] == 0.5
     assert expected[5] == pytest.approx(0.5 * 0.75**2 + 1 - 0.75**2)
@@ -96,7 +96,7 @@ def test_rewards_count_from_the_next_version_on_and_in_the_order_of_prompts():
             source.judged(samples[uid])
         assert source.state.seen_R[0] == 0, "not before a version goes live"
         source.judged(scored(Prompt(9, "", np.array([1], np.int32), row=1), None))
-        source.settle()
+        source.apply_noted()
     assert first.state.rate_R.tolist() == second.state.rate_R.tolist()
     assert first.state.seen_R.tolist() == [2, *[0] * 9]
 
@@ -118,7 +118,7 @@ def test_a_source_continues_from_its_state(group_size: int, at: int, seed: int, 
             reward = float(np.random.default_rng((seed, uid)).integers(0, 2))
             source.judged(scored(prompt, reward))
             if uid % 5 == 0:
-                source.settle()
+                source.apply_noted()
         return found
 
     options = {"group_size": group_size, "outside": outside, "memory": 3, "shuffle": True}

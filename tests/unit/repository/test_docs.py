@@ -34,6 +34,15 @@ def test_the_site_has_every_page_and_its_own_links_lead_somewhere(tmp_path: Path
     assert listed[: len(NAVIGATION)] == list(NAVIGATION)
 
 
+def test_every_path_that_contributing_names_is_there():
+    """Those of the product stand there without their package."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"`([\w./]+/[\w.]*|[\w/]+\.py)`", text)) - {"site/"}
+    assert len(named) > 40
+    roots = (ROOT, ROOT / "megatron_opd")
+    assert [name for name in sorted(named) if not any((r / name).exists() for r in roots)] == []
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [

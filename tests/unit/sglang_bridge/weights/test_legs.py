@@ -27,7 +27,7 @@ from sglang_bridge.weights.lanes import (
 )
 from sglang_bridge.weights.legs import Inbox
 from tests.support.receiving import CPU, canvas_of
-from tests.support.same_host import settled, side_by_side
+from tests.support.same_host import groups_with_lanes, side_by_side
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 LEG_BYTES, RING_BYTES = 128, 1024  # a message takes several legs, and fewer fit than are under way
@@ -43,7 +43,7 @@ def _small() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def pair(_small: None) -> list[ProcessGroupGloo]:
-    return settled(2, 1)
+    return groups_with_lanes(2, 1)
 
 
 def message(peer: int, *views: torch.Tensor, dtype: torch.dtype = FLOAT) -> Message:
@@ -98,7 +98,7 @@ def test_what_is_read_of_a_view_is_what_is_sent(pair: Sequence[ProcessGroupGloo]
 
 def test_ranks_with_and_without_lanes_meet_in_one_order():
     """Two senders, three receivers; one receiver has lanes to neither, one to the first alone."""
-    groups = settled(5, 2)
+    groups = groups_with_lanes(5, 2)
     for rank, senders in ((2, (0, 1)), (3, (0,)), (4, ())):
         known = lanes_of(groups[rank]).openers
         use_lanes(groups[rank], Lanes(openers={peer: known[peer] for peer in senders}))
@@ -128,7 +128,7 @@ def test_ranks_with_and_without_lanes_meet_in_one_order():
 
 def test_numbers_may_change_as_soon_as_they_are_sent():
     """What was packed is not used again before it is taken, and `send` returns no earlier."""
-    groups = settled(2, 1)
+    groups = groups_with_lanes(2, 1)
     weights, held = noise(5000), torch.zeros(5000)
 
     def send_and_change() -> None:
@@ -146,7 +146,7 @@ def test_numbers_may_change_as_soon_as_they_are_sent():
 @pytest.mark.parametrize("silent", ["receiver", "sender"])
 def test_a_peer_that_never_comes_is_an_error_within_the_timeout(silent: str):
     limit_s = 1.5
-    one, other = settled(2, 1, limit_s)
+    one, other = groups_with_lanes(2, 1, limit_s)
     started = time.monotonic()
     waits = {
         # a small message: sockets hold it, but nobody says that it was taken
@@ -161,7 +161,7 @@ def test_a_peer_that_never_comes_is_an_error_within_the_timeout(silent: str):
 
 def test_small_messages_share_a_leg_and_order_is_kept():
     """Those of one dtype, to one rank, as many as a leg holds; and none of ranks without a lane."""
-    groups = settled(3, 1)
+    groups = groups_with_lanes(3, 1)
     use_lanes(groups[0], Lanes(lanes_of(groups[0]).own, frozenset({1})))
     use_lanes(groups[2], NONE)
     rung: list[tuple[int, int]] = []
@@ -275,7 +275,7 @@ def test_lanes_end_with_their_group():
     """Neither files nor mappings are left, whether a group was left or only dropped."""
 
     def one_group(*, leaves: bool) -> None:
-        groups = settled(2, 1)
+        groups = groups_with_lanes(2, 1)
         got = torch.zeros(100)
         side_by_side(
             lambda: send(groups[0], [message(1, noise(100))], CPU),

@@ -11,9 +11,9 @@ import torch
 from sglang_bridge.weights import host_lane, same_host
 from sglang_bridge.weights.exchange import Message, PeerLost, receive, send
 from sglang_bridge.weights.lanes import NONE, BadDescriptor, forget_lanes, lanes_of
-from sglang_bridge.weights.same_host import settle
+from sglang_bridge.weights.same_host import find_lanes
 from tests.support.receiving import CPU, gloo_groups
-from tests.support.same_host import settled, side_by_side
+from tests.support.same_host import groups_with_lanes, side_by_side
 
 
 def require_that_weights_arrive(groups: list) -> None:
@@ -31,7 +31,7 @@ def require_that_weights_arrive(groups: list) -> None:
 
 
 def test_senders_and_receivers_of_one_host_find_each_other():
-    groups = settled(4, 2)
+    groups = groups_with_lanes(4, 2)
     found = [lanes_of(group) for group in groups]
     assert [lane.takers for lane in found] == [{2, 3}, {2, 3}, set(), set()]
     assert [set(lane.openers) for lane in found] == [set(), set(), {0, 1}, {0, 1}]
@@ -50,7 +50,7 @@ def test_ranks_of_other_hosts_share_nothing(monkeypatch: pytest.MonkeyPatch):
 
     def join(rank: int) -> None:
         asked.rank = rank
-        settle(groups[rank], CPU, sends=rank < 2, receives=rank >= 2)
+        find_lanes(groups[rank], CPU, sends=rank < 2, receives=rank >= 2)
 
     side_by_side(*(lambda r=rank: join(r) for rank in range(4)))
     found = [lanes_of(group) for group in groups]
@@ -79,7 +79,7 @@ def test_memory_that_does_not_open_is_not_used(
         raise BadDescriptor("not yours")
 
     monkeypatch.setattr(host_lane, "_require_sound", refuse)
-    groups = settled(3, 1)
+    groups = groups_with_lanes(3, 1)
     assert not lanes_of(groups[0]).takers
     assert not lanes_of(groups[2]).openers
     said = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
@@ -93,7 +93,7 @@ def test_memory_with_other_contents_than_were_offered_is_not_used(
 ):
     """As of another process that has the sender's number in another namespace."""
     monkeypatch.setattr(host_lane.HostOpener, "copy", lambda self, d, o, view, t: view.zero_())
-    groups = settled(2, 1)
+    groups = groups_with_lanes(2, 1)
     assert (lanes_of(groups[0]).takers, lanes_of(groups[1]).openers) == (set(), {})
     assert "other memory than was offered" in caplog.text
 
@@ -105,7 +105,7 @@ def test_without_memory_everything_goes_through_the_group(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(host_lane.os, "posix_fallocate", full)
-    groups = settled(2, 1)
+    groups = groups_with_lanes(2, 1)
     assert lanes_of(groups[0]) == NONE == lanes_of(groups[1])
     (said,) = [r.message for r in caplog.records if r.levelno >= logging.WARNING]
     assert said.startswith("no memory to share on this host, weights go through the group: [Errno")
@@ -116,6 +116,6 @@ def test_a_rank_that_stays_away_is_an_error_within_the_timeout():
     one, _ = gloo_groups(2, 1.0)
     started = time.monotonic()
     with pytest.raises(PeerLost, match="the ranks did not agree on how to send on one host"):
-        settle(one, CPU, sends=True)
+        find_lanes(one, CPU, sends=True)
     assert time.monotonic() - started < 10
     assert lanes_of(one) is NONE
