@@ -13,6 +13,7 @@ while the child's Python was still starting."""
 EXIT_LOST = 3
 """What a rank exits with because its controller, or the way to it, is gone."""
 _PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None)  # opened here, as a fork of a program with threads may call it
 
 
 def die_with_parent() -> None:
@@ -25,6 +26,14 @@ def die_with_parent() -> None:
     if not sys.platform.startswith("linux"):
         return
     parent = int(os.environ.pop(PARENT_VARIABLE, os.getppid()))
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    signal_at_end_of_parent(signal.SIGTERM)
     if os.getppid() != parent:
         sys.exit(f"process {parent}, which started this one, has ended")
+
+
+def signal_at_end_of_parent(number: int) -> None:
+    """Let Linux send this process a signal once the thread that started it has ended.
+
+    A parent that ended before the call is not noticed: compare os.getppid().
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)

@@ -1,6 +1,6 @@
 """Keeps the pass rate of every problem: the mean reward of its latest responses.
 
-Invariant: rates change in `apply_noted` alone, by the rewards noted until then in the order of their
+Invariant: rates change in `apply_noted` alone, by the rewards noted until then, in the order of the
 uids, whatever the order in which they were noted.
 """
 

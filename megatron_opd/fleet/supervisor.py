@@ -52,7 +52,7 @@ class Watch(Protocol):
 MakeWatch = Callable[[Sequence[WatchedProcess], Sequence[WatchedEngine]], Watch]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Server:
     """Holds what is known of one server.
 
@@ -67,7 +67,6 @@ class _Server:
     restarts: Budget = field(default_factory=Budget)
     given_up: bool = False
     released: bool = False
-    life: asyncio.Task[None] | None = None
 
 
 class Supervisor:
@@ -102,7 +101,9 @@ class Supervisor:
                 self._servers[client.url] = _Server(client.url, roles, client)
         self._releasing: dict[str, _Server] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._failure: Exception | None = None
+        self._lives: dict[_Server, asyncio.Task[None]] = {}
+        """What watches each server and starts it again."""
+        self._failures: list[Exception] = []
         self._failed = asyncio.Event()
         self.restarted: Counter[str] = Counter()
 
@@ -115,7 +116,7 @@ class Supervisor:
     async def watching(self) -> AsyncIterator[None]:
         """Watch inside the block."""
         for server in self._servers.values():
-            server.life = self.start(self._life(server))
+            self._lives[server] = self.start(self._life(server))
         try:
             yield
         finally:
@@ -133,15 +134,14 @@ class Supervisor:
     def _done(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         error = None if task.cancelled() else task.exception()
-        if isinstance(error, Exception) and self._failure is None:
-            self._failure = error
+        if isinstance(error, Exception):
+            self._failures.append(error)
             self._failed.set()
 
     async def failed(self) -> Exception:
         """Return what the run cannot go on without, once it is gone."""
         await self._failed.wait()
-        assert self._failure is not None
-        return self._failure
+        return self._failures[0]
 
     # ------------------------------------------------------------ servers that come and go
 
@@ -158,7 +158,7 @@ class Supervisor:
     def keep(self, role: Role, url: str, client: ServerClient) -> None:
         """Watch a server that was added to a role's fleet, and await it whenever it is lost."""
         server = self._servers[url] = _Server(url, (role,), client)
-        server.life = self.start(self._life(server))
+        self._lives[server] = self.start(self._life(server))
 
     def release(self, url: str) -> None:
         """Do without a server from now on. UserError: a role has too few then."""
@@ -179,9 +179,10 @@ class Supervisor:
         One that was lost may have been about to start elsewhere.
         """
         server = self._releasing.pop(url)
-        if server.life is not None:
-            server.life.cancel()
-            await asyncio.gather(server.life, return_exceptions=True)
+        life = self._lives.pop(server, None)
+        if life is not None:
+            life.cancel()
+            await asyncio.gather(life, return_exceptions=True)
         for place in (url, server.url):
             self._servers.pop(place, None)
         return server.url

@@ -106,9 +106,9 @@ class Prepared:
     probes: Mapping[str, tuple[Prompt, ...]]
     ends: Mapping[Role, EndTokens]
     ending: Ending
+    shape: Shape
     template: RunTemplate = field(default_factory=RunTemplate)
     notes: tuple[str, ...] = ()
-    shape: Shape | None = None
     state: ControllerState = NOTHING_YET
 
     @property
@@ -368,7 +368,8 @@ def prepare(
     every = [prompt for each in train for prompt in each.examples]
     settings = config.heldout
     tokenizer = inputs.checked.tokenizer
-    assert tokenizer is not None, "a run has the student's tokenizer"
+    if tokenizer is None or inputs.shape is None:
+        raise ValueError("a run reads the tokenizer and all of data.train")
     return Prepared(
         student=inputs.checked.student,
         vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.items()},

@@ -13,11 +13,14 @@ import signal
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import psutil
 
+from sglang_bridge.lifetime import signal_at_end_of_parent
+
 POLL_S = 0.02
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_PR_SET_CHILD_SUBREAPER = 36
 _LIBC = ctypes.CDLL(None)
 
 
@@ -39,7 +42,7 @@ class Tree:
             stdout=out,
             stderr=out,
             start_new_session=True,
-            preexec_fn=_end_with_parent,
+            preexec_fn=partial(signal_at_end_of_parent, signal.SIGKILL),
         )
         self.pid = self._root.pid
         self.code: int | None = None
@@ -72,7 +75,3 @@ class Tree:
     def _left(self) -> list[psutil.Process]:
         self.reap()
         return psutil.Process().children(recursive=True)
-
-
-def _end_with_parent() -> None:
-    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

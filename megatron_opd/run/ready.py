@@ -97,8 +97,6 @@ class Ready:
         run_dir, kept = RunDir(config.run.dir), admission.keys
         keys = {role: role_key(section_of(config, role), role, kept.servers) for role in roles}
         servers = {role: machines.servers(role, run_dir.logs, keys[role]) for role in roles}
-        if prepared.shape is None:
-            raise ValueError("prepared.shape: a run reads all of data.train")
         sums = data_now(config) if resumed is None else resumed.begun.sums
         remote = checked(lambda: RemoteLearner(config, admission))
         learner = machines.learner(

@@ -6,7 +6,6 @@ without it.
 
 from __future__ import annotations
 
-import ctypes
 import importlib.util
 import os
 import signal
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from sglang_bridge import freed, open_files
 from sglang_bridge.arrivals import Arrivals
+from sglang_bridge.lifetime import signal_at_end_of_parent
 from sglang_bridge.refusals import Refusals
 from sglang_bridge.server import architectures, files, workers
 from sglang_bridge.server.spec import (
@@ -48,7 +48,6 @@ CPU_ARGUMENTS = {
 # An idle scheduler spins on its sockets otherwise: a whole core for each server, taken from others.
 CPU_FLAGS = ("--sleep-on-idle",)
 EXIT_INTERRUPTED = 130
-PR_SET_PDEATHSIG = 1
 GPU_FLAGS = ("--enable-fp32-lm-head",)
 NEVER_IMPORTED = ("megatron",)
 """Packages that SGLang imports where they are installed, and no server needs: its debug dumper
@@ -65,9 +64,8 @@ def end_with_parent(parent: int, own_files: str | None = None, poll_s: float = 0
     """Kills this process group once `parent` is no longer our parent, and removes `own_files`.
 
     The workers end first, because their open files are removed too, and this process last.
-    Polled, and not killed by PR_SET_PDEATHSIG, which fires when the parent's *thread* ends, not its
-    process. What that sends does no harm: it lets a server that is stopped go on, to see that its
-    parent is gone.
+    Polled, and not killed by the kernel, which looks at the parent's *thread*, not its process.
+    What the kernel sends lets a server that is stopped go on, to see that its parent is gone.
     """
 
     def watch() -> None:
@@ -81,7 +79,7 @@ def end_with_parent(parent: int, own_files: str | None = None, poll_s: float = 0
     if os.getpgid(0) != os.getpid():
         raise RuntimeError(f"{PARENT_VARIABLE} is set but this process does not lead its group")
     if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
+        signal_at_end_of_parent(signal.SIGCONT)
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
 

@@ -6,7 +6,6 @@ process that started it. What it or a verifier prints is discarded.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import resource
 import signal
@@ -30,14 +29,14 @@ from megatron_opd.data.verifiers.messages import (
 )
 from megatron_opd.data.verifiers.reward import VerifierFailed, checked_reward
 from megatron_opd.records.drops import VERIFIER_FAILED, VERIFIER_OUT_OF_MEMORY
+from sglang_bridge.lifetime import signal_at_end_of_parent
 
 Verifiers = Mapping[str, Callable[[str, str], Any]]
-_PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent(parent: int) -> None:
     """Ask Linux to kill this process when process `parent` ends; exit if it has ended already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal_at_end_of_parent(signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit(f"process {parent}, which started this one, has ended")
 
