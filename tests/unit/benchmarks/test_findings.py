@@ -25,7 +25,7 @@ from benchmarks.findings.figures import (
     slopes,
     table,
 )
-from benchmarks.findings.studies import FIRST, SEEDS, STALENESS, SWEEPS, at, in_turn, studies
+from benchmarks.findings.studies import SEEDS, STALENESS, SWEEPS, at, in_turn, studies
 from benchmarks.findings.trial import NOISE_PCT, Study
 from benchmarks.grid.statistics import interval, noise_pct
 from benchmarks.grid.trials import RESULTS, KeptRows, finished_rows
@@ -83,18 +83,17 @@ def test_estimators_of_a_study_differ_in_the_loss_alone():
     assert len(set(texts)) == len(texts), "two names for one estimator"
 
 
-def test_a_run_that_studies_share_is_made_once_and_the_telling_ones_come_first():
+def test_a_run_that_studies_share_is_made_once_and_a_seed_is_whole_before_the_next():
     every = in_turn(studies())
     assert max(Counter(trial.name for trial in every).values()) == 1
     swept = [trial for trial in every if trial.setting[1:].isdigit()]
     estimators = {name for sweep in SWEEPS.values() for name in sweep.estimators}
     assert estimators | {"flipped"} == ESTIMATORS.keys()
-    first = len(estimators) * FIRST + 2  # and the control at two stalenesses
+    first = len(estimators) * len(STALENESS) + 2  # and the control at two stalenesses
     assert {trial.seed for trial in swept[:first]} == {SEEDS[0]}
-    assert {trial.setting for trial in swept[:first]} == {f"k{k}" for k in STALENESS[:FIRST]}
-    assert {trial.setting for trial in swept} == {f"k{k}" for k in STALENESS}
+    assert {trial.setting for trial in swept[:first]} == {f"k{k}" for k in STALENESS}
     seeds = Counter(trial.setting for trial in swept if trial.method == "exact")
-    assert seeds == {f"k{k}": 3 if k in STALENESS[:FIRST] else 1 for k in STALENESS}
+    assert seeds == {f"k{k}": len(SEEDS) for k in STALENESS}
 
 
 def test_a_fingerprint_changes_with_estimator_staleness_and_seed():
