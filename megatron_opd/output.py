@@ -1,4 +1,4 @@
-"""Makes plain tables, and writes counts and sizes as they stand in them."""
+"""Prints lines and plain tables, and writes counts and sizes as they stand in them."""
 
 from __future__ import annotations
 
@@ -8,11 +8,18 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
+from rich.console import Console
 from rich.table import Table
 
 from megatron_opd.errors import UserError
 
 GIB, MIB = 2**30, 2**20
+
+
+def print_lines(console: Console, *lines: str) -> None:
+    """Print lines for the user as they are."""
+    for line in lines:
+        console.print(line, soft_wrap=True, markup=False)
 
 
 def new_table(title: str, columns: Sequence[str], text_columns: int = 1) -> Table:

@@ -17,7 +17,7 @@ from benchmarks.grid.trials import Trial
 PILOT_LRS = ("2.0e-5", "5.0e-5", "1.0e-4", "2.0e-4")
 SEEDS = (1, 2, 3)
 STALENESS = (0, 64, 8)
-"""In the order in which they are run. Every seed has all of them, as only then do slopes compare."""
+"""In the order in which they are run. Every seed has all of them: only then do slopes compare."""
 
 
 @dataclass(frozen=True)

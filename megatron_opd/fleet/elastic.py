@@ -75,6 +75,11 @@ class Elastic:
         self.added: list[str] = []
         self.removed: list[str] = []
 
+    @property
+    def outliving(self) -> tuple[str, ...]:
+        """Returns the student servers that stay when the run ends: something else started them."""
+        return (*self._config.student.urls, *self.added)
+
     def present(self, role: Role) -> frozenset[str]:
         """Return the urls of a role's servers, also of those that are lost and may come back."""
         known = {state.url for state in self._fleets[role].servers()} | self._supervisor.lost.keys()

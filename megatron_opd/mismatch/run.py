@@ -51,6 +51,7 @@ from megatron_opd.launch.stopping import stopped_by_signals
 from megatron_opd.mismatch.measure import FREE, GATED, REPLAYED, MeasuredMismatch, measure
 from megatron_opd.mismatch.options import Options
 from megatron_opd.models.spec import ModelSpec
+from megatron_opd.output import print_lines
 from megatron_opd.records.types import Prompt
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.sizing.matching import Served
@@ -259,5 +260,4 @@ class MismatchRun:
         self._say(*(f"note: {line}" for line in notes))
 
     def _say(self, *lines: str) -> None:
-        for line in lines:
-            self.console.print(line, soft_wrap=True, markup=False)
+        print_lines(self.console, *lines)

@@ -47,9 +47,8 @@ from megatron_opd.run.batch_learner import BatchLearner
 from megatron_opd.run.checkpoints import Checkpoints
 from megatron_opd.run.evaluations import EvaluatingKeeper, evaluations_in, port_of
 from megatron_opd.run.first_update import MismatchJudge
-from megatron_opd.run.ready import Ready, resumed_at, resumed_figures, state_of
-from megatron_opd.run.resume import Resumption
-from megatron_opd.run.start import Up
+from megatron_opd.run.resume import Resumption, resumed_at, resumed_figures, state_of
+from megatron_opd.run.stages import Ready, Up
 from megatron_opd.run.work_watch import recorded_work
 
 

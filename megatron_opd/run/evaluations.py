@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from megatron_opd.config.roles import STUDENT, Role
 from megatron_opd.config.schema import Config
@@ -24,11 +24,11 @@ def port_of(config: Config, prepared: Prepared, role: Role, fleet: Fleet) -> Com
 
 
 def evaluations_before(
-    config: Config, prepared: Prepared, student: Fleet, say: Callable[[str], None]
+    config: Config, prepared: Prepared, fleets: Mapping[Role, Fleet], say: Callable[[str], None]
 ) -> Evaluations:
     """Make the evaluations before the first update: nothing trains, and no file is open yet."""
     run = Surroundings(
-        port=lambda: port_of(config, prepared, STUDENT, student),
+        port=lambda: port_of(config, prepared, STUDENT, fleets[STUDENT]),
         updates=lambda: 0,
         elapsed_s=lambda: 0.0,
         record=lambda row: None,

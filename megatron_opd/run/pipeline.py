@@ -20,7 +20,8 @@ from megatron_opd.inputs.prepare import Prepared, prepare
 from megatron_opd.launch.keys import run_keys
 from megatron_opd.launch.machines import machines_of
 from megatron_opd.launch.servers import check_addresses
-from megatron_opd.run.ready import Ready, print_lines
+from megatron_opd.output import print_lines
+from megatron_opd.run.ready import get_ready
 from megatron_opd.run.resume import find_resumption
 from megatron_opd.run.run import run
 from megatron_opd.transport.remote_learner import Admission
@@ -58,7 +59,7 @@ def run_pipeline(
             admission = checked(lambda: _admission(machines.config, prepared, lock, keys))
 
             async def main() -> None:
-                await run(Ready.of(machines, prepared, admission, roles, console, resumed))
+                await run(get_ready(machines, prepared, admission, roles, console, resumed))
 
             asyncio.run(main())
     return 0

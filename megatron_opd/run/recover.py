@@ -19,9 +19,8 @@ from megatron_opd.fleet.startup import all_up
 from megatron_opd.launch.processes import Processes
 from megatron_opd.run.attempt import Attempt, Beginning, begin_attempt
 from megatron_opd.run.evaluations import rows_of
-from megatron_opd.run.ready import Ready, state_of
-from megatron_opd.run.resume import Resumption, find_resumption
-from megatron_opd.run.start import Up
+from megatron_opd.run.resume import Resumption, find_resumption, state_of
+from megatron_opd.run.stages import Ready, Up
 from megatron_opd.transport.remote_learner import LearnerError, RemoteLearner
 from sglang_bridge.errors import WeightSyncFailed, one_line
 

@@ -22,7 +22,7 @@ from megatron_opd.config.digests import flat, matches
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.config.wording import line
-from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.controller.snapshot_codec import decode_state
 from megatron_opd.data.file_sums import FileDifference, FilePart
 from megatron_opd.data.template import RunTemplate
@@ -340,3 +340,25 @@ def changes_of(config: Config, accepted: Sequence[str]) -> dict[str, tuple[Any, 
                 f"--resume: {rule}, {values}; to change it anyway: --accept-changes {key}"
             )
     return {key: (old.get(key), new.get(key)) for key in differing}
+
+
+def state_of(resumed: Resumption | None) -> ControllerState:
+    """Return what a controller continues from; None: from the beginning."""
+    return NOTHING_YET if resumed is None else resumed.state
+
+
+def resumed_figures(resumed: Resumption | None) -> dict[str, Any]:
+    """Return the keys of summary.json that say where a run continued, and with what changed."""
+    if resumed is None:
+        return {"resumed_at_updates": [], "resumed_with_changes": []}
+    return {
+        "resumed_at_updates": resumed_at(resumed),
+        "resumed_with_changes": [asdict(change) for change in resumed.changes],
+    }
+
+
+def resumed_at(resumed: Resumption | None) -> list[int]:
+    """Return the updates at which a run was continued, this time included."""
+    if resumed is None:
+        return []
+    return [*resumed.extras["resumed_at_updates"], resumed.state.updates]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 
 from megatron_opd.config.roles import teacher_roles
 from megatron_opd.errors import Preempted, RunFailed
@@ -19,9 +20,9 @@ from megatron_opd.fleet.commands import FleetDesk
 from megatron_opd.fleet.guards import while_alive
 from megatron_opd.run.attempt import Attempt
 from megatron_opd.run.evaluations import port_of
-from megatron_opd.run.ready import Ready
 from megatron_opd.run.recover import Training
-from megatron_opd.run.start import Up, bring_up, outliving
+from megatron_opd.run.stages import Ready, Up
+from megatron_opd.run.start import bring_up
 
 
 async def run(ready: Ready) -> None:
@@ -32,6 +33,7 @@ async def run(ready: Ready) -> None:
             with ready.stopping.heeded():
                 # watches end first, then the parts that they watch, the last one that came up first
                 async with AsyncExitStack() as closers, AsyncExitStack() as watches:
+                    closers.push_async_callback(ready.ends.closing(partial(_leave, ready)))
                     await ready.ends.of(_stages(ready, closers, watches))
                     await ready.ends.closing(ready.remote.stop)()
         finally:
@@ -46,6 +48,10 @@ async def run(ready: Ready) -> None:
             unwritten = ready.summary.write(ready.run_dir.summary, status, cause, ready.say)
     if unwritten is not None:
         raise RunFailed(unwritten)
+
+
+async def _leave(ready: Ready) -> None:
+    ready.remote.close()
 
 
 async def _stages(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStack) -> None:
@@ -88,7 +94,7 @@ async def evaluate_after(ready: Ready, up: Up, last: Attempt) -> None:
         ready.say(*await while_alive(up.guard, last.evaluations.after(version), beside=serve_on))
         if ready.config.evaluation.after:
             ready.summary.follow(lambda: summary_of(last.evaluations, version))
-    await up.sampling.farewell(outliving(ready, up))
+    await up.sampling.farewell(up.elastic.outliving)
 
 
 async def export(ready: Ready, up: Up, last: Attempt) -> None:

@@ -6,13 +6,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
-from megatron_opd.data_workers.pool import WorkerPool
-from megatron_opd.evaluation.evaluations import Evaluations
 from megatron_opd.evaluation.summary import summary_of
 from megatron_opd.fleet.admission import Entrance
 from megatron_opd.fleet.clients import make_fleet
@@ -25,8 +22,9 @@ from megatron_opd.inputs.verifiers import judging
 from megatron_opd.launch.data_workers import DataWorkers
 from megatron_opd.launch.joining import StartingPart
 from megatron_opd.run.evaluations import evaluations_before
-from megatron_opd.run.ready import Ready, state_of
-from megatron_opd.run.sampling import OwnServers, Sampling
+from megatron_opd.run.own_servers import OwnServers
+from megatron_opd.run.resume import state_of
+from megatron_opd.run.stages import Ready, Sampling, Up
 from megatron_opd.sites.learner_side import SitesOfRun
 from megatron_opd.transport.frames import largest_frame_bytes
 from megatron_opd.transport.samples import FRAMES
@@ -35,29 +33,6 @@ from sglang_bridge.fleet import Fleet
 Fleets = Mapping[Role, Fleet]
 Closed = Callable[[Callable[[], Awaitable[object]]], None]
 """Takes what ends a part, to be called when the run ends."""
-
-
-@dataclass(frozen=True, slots=True)
-class Up:
-    """Holds what a run's updates are made with; the run's directory is its own from here on.
-
-    workers: None: the configuration asks for no data workers. evaluations: those before the first
-    update.
-    """
-
-    fleets: Fleets
-    workers: DataWorkers | None
-    supervisor: Supervisor
-    elastic: Elastic
-    guard: RunGuard
-    sampling: Sampling
-    evaluations: Evaluations
-    teacher_checks: list[str]
-
-    @property
-    def pool(self) -> WorkerPool | None:
-        """Returns what the data workers do for the run; None: there are none."""
-        return None if self.workers is None else self.workers.pool
 
 
 async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStack) -> Up:
@@ -70,11 +45,9 @@ async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStac
     def closed(close: Callable[[], Awaitable[object]]) -> None:
         closers.push_async_callback(ready.ends.closing(close))
 
-    closed(partial(_leave, ready))
     fleets = _fleets_of(ready)
     closed(partial(_close_fleets, fleets))
-    student = fleets[STUDENT]
-    evaluations = evaluations_before(config, ready.prepared, student, ready.say)
+    evaluations = evaluations_before(config, ready.prepared, fleets, say)
     ready.summary.follow(lambda: summary_of(evaluations, None))
     say(*(f"note: {line}" for line in ready.prepared.notes))
     if ready.machines.starts:
@@ -96,13 +69,8 @@ async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStac
     )
     up = Up(fleets, workers, supervisor, elastic, guard, sampling, evaluations, checks)
     ready.summary.follow(partial(_figures, ready, up))
-    closed(lambda: sampling.close(outliving(ready, up)))
+    closed(lambda: sampling.close(elastic.outliving))
     return up
-
-
-def outliving(ready: Ready, up: Up) -> tuple[str, ...]:
-    """Return the student servers that stay when the run ends: others started them."""
-    return (*ready.config.student.urls, *up.elastic.added)
 
 
 def _figures(ready: Ready, up: Up) -> dict[str, Any]:
@@ -221,10 +189,6 @@ def _sampling(
         return SitesOfRun(config, prepared, ready.remote, fleets, state, ready.say)
     pool = None if workers is None else workers.pool
     return OwnServers(ready, fleets, pool, supervisor.lose)
-
-
-async def _leave(ready: Ready) -> None:
-    ready.remote.close()
 
 
 async def _close_fleets(fleets: Fleets) -> None:

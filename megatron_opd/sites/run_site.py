@@ -36,6 +36,7 @@ from megatron_opd.launch.keys import role_key
 from megatron_opd.launch.processes import Processes
 from megatron_opd.launch.servers import server_processes
 from megatron_opd.launch.stopping import stopped_by_signals
+from megatron_opd.output import print_lines
 from megatron_opd.sites.absence import LearnerGone, Patience
 from megatron_opd.sites.build import SiteParts, make_parts, placement_of_site
 from megatron_opd.sites.config import member, site_config
@@ -262,8 +263,7 @@ class SiteRun:
         return ServedModel(model.vocab_size, self._models.ends[role], trained)
 
     def _say(self, *lines: str) -> None:
-        for line in lines:
-            self._console.print(f"{self._name}: {line}", soft_wrap=True, markup=False)
+        print_lines(self._console, *(f"{self._name}: {line}" for line in lines))
 
 
 def _is_taken(host: str, port: int) -> bool:

@@ -32,8 +32,9 @@ from megatron_opd.inputs.second_pass import SecondPass
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
-from megatron_opd.run import attempt, ready, run, sampling, start
+from megatron_opd.run import attempt, own_servers, ready, run, start
 from megatron_opd.run.resume import Resumption
+from megatron_opd.run.stages import Ready
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.transport.messages import LearnerInfo
 from megatron_opd.transport.remote_learner import Admission, LearnerError
@@ -350,7 +351,7 @@ def patched(patch: pytest.MonkeyPatch, script: Script, scene: Scene) -> None:
     patch.setattr(start, "DataWorkers", partial(Workers, script))
     patch.setattr(teacher_guard, "second_pass", _second_pass)
     kind = SimpleNamespace(fleet_part=Transport)
-    patch.setattr(sampling, "transport_kind", lambda _: kind)
+    patch.setattr(own_servers, "transport_kind", lambda _: kind)
     patch.setattr(attempt, "Controller", lambda *_: Updates())
     patch.setattr(start, "SitesOfRun", Sites)
 
@@ -366,12 +367,12 @@ def perform(scene: Scene, directory: Path, script: Script) -> Outcome:
     with RunLock.take(directory):
         if scene.resumes:
             resumed = resumption(directory, ("http://127.0.0.1:1",), config.rollout.group_size)
-        made: list[ready.Ready] = []
+        made: list[Ready] = []
 
         async def main() -> None:
             roles = run_roles(config)
             made.append(
-                ready.Ready.of(machines, scene.prepared, admission, roles, console, resumed)
+                ready.get_ready(machines, scene.prepared, admission, roles, console, resumed)
             )
             await run.run(made[0])
 

@@ -115,7 +115,7 @@ def test_accuracies_of_several_teachers(tmp_path: Path, config: dict, models: Pa
     def summary(names: list[str]) -> dict:
         fleets: Any = {name: SimpleNamespace(name=name) for name in ["student", *names]}
         settings = Config.model_validate(config)
-        found = evaluations_before(settings, prepared, fleets["student"], print)
+        found = evaluations_before(settings, prepared, fleets, print)
         ports = {name: port_of(settings, prepared, name, fleets[name]) for name in names}
         lines = asyncio.run(found.before(ports))
         assert len(lines) == 1 + len(names)

@@ -20,7 +20,7 @@ from megatron_opd.errors import Preempted, RunFailed, UserError
 from megatron_opd.fleet import ends, guards, startup
 from megatron_opd.inputs import teachers as teacher_guard
 from megatron_opd.launch import joining, processes
-from megatron_opd.run import attempt, evaluations, recover, run, sampling, start
+from megatron_opd.run import attempt, evaluations, own_servers, recover, run, start
 from megatron_opd.transport.remote_learner import LearnerError
 from megatron_opd.weight_sync import session
 from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable
@@ -39,7 +39,7 @@ from tests.support.scripted_run import (
 )
 
 MODULES = [
-    *(run, start, attempt, recover, sampling, startup, joining, guards, processes),
+    *(run, start, attempt, recover, own_servers, startup, joining, guards, processes),
     *(teacher_guard, evaluations, session, ends),
 ]
 ELSEWHERE = {
@@ -65,15 +65,21 @@ OTHER = (
     *("WeightSync.make_room", "WeightSync._make_room", "WeightSync.restore_memory"),
     # of checkpoints beside training
     *("EvaluatingKeeper",),
-    # what is tested: but for its one await of what ends a part
-    *("FirstCause.of", "FirstCause._note", "ends.explained"),
+    # what is tested: but for its one await, of whatever ends a part
+    *(
+        "start._close_fleets",
+        "OwnServers.close",
+        "FirstCause.of",
+        "FirstCause._note",
+        "ends.explained",
+    ),
 )
 AWAITS = re.compile(r"^ +(.* )?(await|async with|async for)\b", re.MULTILINE)
 UNRAISING = ("return_exceptions=True",)
 """Waits for tasks that were cancelled or stopped, and hands out no error of theirs."""
 LATE = (
     "AsyncExitStack()",
-    *("rotate()", "export_best(", "turn.take_back", "_settle(error", "explained("),
+    *("rotate()", "export_best(", "turn.take_back", "_settle(error", "explained(", "_note(error"),
     *("'continue'", "'reopen'", "health", "recover()", "lost(error)", "closing("),
 )
 """Awaits behind a failure, or of options that come after training."""

@@ -1,13 +1,10 @@
-"""Where a run's samples come from and its weights go to: its own servers, or sites far away.
-
-SitesOfRun (sites/learner_side.py) is the other one that has these methods.
-"""
+"""Samples on a run's own servers; a stages.Sampling, as is SitesOfRun (sites/learner_side.py)."""
 
 from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from megatron_opd.config.roles import STUDENT, Role, teacher_roles
 from megatron_opd.controller.ports import Guard, RolloutEngine, TeacherScorer
@@ -18,61 +15,11 @@ from megatron_opd.data_workers.through import sampled_by_workers, scored_by_work
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.rollout.generator import make_generator
 from megatron_opd.rollout.scorer import make_scorer
-from megatron_opd.run.ready import Ready
-from megatron_opd.sites.versions import SiteVersions
+from megatron_opd.run.stages import Ready
 from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.session import Lose, WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge.fleet import Fleet
-
-
-class Sampling(Protocol):
-    """Names what a run needs of what samples for it."""
-
-    @property
-    def weights(self) -> WeightSync | SiteVersions:
-        """Returns what sends the learner's weights there."""
-        ...
-
-    async def open(self, guard: Guard, supervisor: Supervisor) -> None:
-        """Connect the learner and what samples, once before the first update."""
-        ...
-
-    async def first(self, guard: Guard) -> None:
-        """Wait until something is there that samples. Raises UserError."""
-        ...
-
-    def engines(self) -> tuple[RolloutEngine, TeacherScorer]:
-        """Return what samples for one controller, and what scores."""
-        ...
-
-    async def start_over(self, state: ControllerState) -> None:
-        """Prepare for another learner, which continues from `state`. Raises WeightSyncFailed."""
-        ...
-
-    async def part_with(self, url: str, drop: Callable[[], None]) -> str | None:
-        """Let a student server go, and `drop` it; see WeightSync.part_with."""
-        ...
-
-    async def farewell(self, outliving: Collection[str]) -> None:
-        """Take leave after the last update. outliving: servers that stay when the run ends."""
-        ...
-
-    async def heard(self) -> None:
-        """Wait until it has arrived everywhere."""
-        ...
-
-    async def close(self, outliving: Collection[str]) -> None:
-        """End the connections, however the run ended."""
-        ...
-
-    def columns(self) -> Mapping[str, Any]:
-        """Return columns for the row of an update."""
-        ...
-
-    def summary(self) -> Mapping[str, Any] | None:
-        """Return what summary.json says of sites; None: there are none."""
-        ...
 
 
 class OwnServers:

@@ -1,0 +1,174 @@
+"""The stages of a run: each is a frozen record that exists whole or not at all.
+
+Ready: input read, directory locked, addresses known; nothing is started   (ready.py)
+-> Up: servers, learner and data workers are there and checked           (start.py)
+-> Attempt: what makes updates with one learner                        (attempt.py)
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rich.console import Console
+
+from megatron_opd.checkpoint.run_dir import RunDir
+from megatron_opd.config.roles import STUDENT, Role, section_of
+from megatron_opd.config.schema import Config
+from megatron_opd.controller.ports import Guard, RolloutEngine, TeacherScorer
+from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.evaluation.evaluations import Evaluations
+from megatron_opd.fleet.elastic import Elastic
+from megatron_opd.fleet.ends import FirstCause
+from megatron_opd.fleet.guards import RunGuard
+from megatron_opd.fleet.supervisor import Supervisor
+from megatron_opd.inputs.prepare import Prepared
+from megatron_opd.inputs.prompt_order import KeptData
+from megatron_opd.launch.data_workers import DataWorkers
+from megatron_opd.launch.machines import Machines
+from megatron_opd.launch.processes import Processes
+from megatron_opd.launch.stopping import Stopping
+from megatron_opd.metrics.memory import PeakMemory
+from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.output import print_lines
+from megatron_opd.run.directory import OwnedDirectory
+from megatron_opd.run.resume import Resumption
+from megatron_opd.run.summary import RunSummary
+from megatron_opd.sites.versions import SiteVersions
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
+from megatron_opd.weight_sync.session import WeightSync
+from sglang_bridge.fleet import Fleet
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """Holds what a run begins with.
+
+    config: as the machines have it. resumed: where it continues; None: from the beginning. keys,
+    urls: of every role's servers. processes: started by none yet. summary, stopping, ends: what the
+    run says at its end, what ends it, and why it ended.
+    """
+
+    config: Config
+    roles: tuple[Role, ...]
+    machines: Machines
+    prepared: Prepared
+    admission: Admission
+    resumed: Resumption | None
+    directory: OwnedDirectory
+    keys: Mapping[Role, str | None]
+    urls: Mapping[Role, tuple[str, ...]]
+    remote: RemoteLearner
+    processes: Processes
+    data: KeptData
+    memory: PeakMemory
+    summary: RunSummary
+    stopping: Stopping
+    ends: FirstCause
+    console: Console
+    started_s: float
+
+    @property
+    def run_dir(self) -> RunDir:
+        """Returns the paths of what the run writes."""
+        return RunDir(self.config.run.dir)
+
+    @property
+    def samplers(self) -> tuple[str, ...]:
+        """Returns what samples: sites, or servers, the first of which may be for evaluations."""
+        sites = tuple(self.config.sites.members)
+        return sites or self.urls[STUDENT][self.config.evaluation.servers :]
+
+    def say(self, *lines: str) -> None:
+        """Print lines for the user."""
+        print_lines(self.console, *lines)
+
+    def used(self, role: Role) -> bool:
+        """Return whether an earlier controller of this run used the role's servers."""
+        return self.resumed is not None and bool(section_of(self.config, role).urls)
+
+    def new_totals(self) -> RunTotals:
+        """Return totals that nothing was counted into but the memory of this process."""
+        totals = RunTotals(self.samplers, self.config.rollout.group_size)
+        totals.memory = self.memory
+        return totals
+
+    def wall_s(self) -> float:
+        """Return the seconds that the user has waited, in this process and those before it."""
+        earlier = 0.0 if self.resumed is None else self.resumed.extras["wall_s"]
+        return time.monotonic() - self.started_s + earlier
+
+
+class Sampling(Protocol):
+    """Names what a run needs of what samples for it."""
+
+    @property
+    def weights(self) -> WeightSync | SiteVersions:
+        """Returns what sends the learner's weights there."""
+        ...
+
+    async def open(self, guard: Guard, supervisor: Supervisor) -> None:
+        """Connect the learner and what samples, once before the first update."""
+        ...
+
+    async def first(self, guard: Guard) -> None:
+        """Wait until something is there that samples. Raises UserError."""
+        ...
+
+    def engines(self) -> tuple[RolloutEngine, TeacherScorer]:
+        """Return what samples for one controller, and what scores."""
+        ...
+
+    async def start_over(self, state: ControllerState) -> None:
+        """Prepare for another learner, which continues from `state`. Raises WeightSyncFailed."""
+        ...
+
+    async def part_with(self, url: str, drop: Callable[[], None]) -> str | None:
+        """Let a student server go, and `drop` it; see WeightSync.part_with."""
+        ...
+
+    async def farewell(self, outliving: Collection[str]) -> None:
+        """Take leave after the last update. outliving: servers that stay when the run ends."""
+        ...
+
+    async def heard(self) -> None:
+        """Wait until it has arrived everywhere."""
+        ...
+
+    async def close(self, outliving: Collection[str]) -> None:
+        """End the connections, however the run ended."""
+        ...
+
+    def columns(self) -> Mapping[str, Any]:
+        """Return columns for the row of an update."""
+        ...
+
+    def summary(self) -> Mapping[str, Any] | None:
+        """Return what summary.json says of sites; None: there are none."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Up:
+    """Holds what a run's updates are made with; the run's directory is its own from here on.
+
+    workers: None: the configuration asks for no data workers. evaluations: those before the first
+    update.
+    """
+
+    fleets: Mapping[Role, Fleet]
+    workers: DataWorkers | None
+    supervisor: Supervisor
+    elastic: Elastic
+    guard: RunGuard
+    sampling: Sampling
+    evaluations: Evaluations
+    teacher_checks: list[str]
+
+    @property
+    def pool(self) -> WorkerPool | None:
+        """Returns what the data workers do for the run; None: there are none."""
+        return None if self.workers is None else self.workers.pool
