@@ -1,4 +1,4 @@
-"""The updates that one learner makes, until the last one or until that learner is lost.
+"""Makes the updates of one learner, until the last one or until that learner is lost.
 
 weights of the checkpoint in the learner and live on the servers
 -> recorder, evaluations, checkpoints, controller  -> the controller makes the updates

@@ -1,4 +1,4 @@
-"""Samples on a run's own servers; a stages.Sampling, as is SitesOfRun (sites/learner_side.py)."""
+"""Samples on a run's own servers. SitesOfRun (sites/learner_side.py) is the other SampleSource."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class OwnServers:
         await self.weights.start_over()
 
     async def part_with(self, url: str, drop: Callable[[], None]) -> str | None:
-        """See WeightSync.part_with."""
+        """Let a server go between two weight syncs, as WeightSync.part_with does."""
         return await self.weights.part_with(url, drop)
 
     async def farewell(self, outliving: Collection[str]) -> None:
@@ -93,7 +93,7 @@ class OwnServers:
             await self.weights.restore_memory(tuple(outliving))
 
     def columns(self) -> Mapping[str, Any]:
-        """Return none."""
+        """Return no columns of its own."""
         return {}
 
     def summary(self) -> None:

@@ -1,4 +1,4 @@
-"""The first stage of a run: input read, directory locked, addresses known; nothing is started."""
+"""Makes the first stage of a run: input read, addresses known, nothing started."""
 
 from __future__ import annotations
 

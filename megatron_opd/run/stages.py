@@ -1,4 +1,4 @@
-"""The stages of a run: each is a frozen record that exists whole or not at all.
+"""Names the stages of a run: frozen records, each of which exists whole or not at all.
 
 Ready: input read, directory locked, addresses known; nothing is started   (ready.py)
 -> Up: servers, learner and data workers are there and checked           (start.py)
@@ -102,7 +102,7 @@ class Ready:
         return time.monotonic() - self.started_s + earlier
 
 
-class Sampling(Protocol):
+class SampleSource(Protocol):
     """Names what a run needs of what samples for it."""
 
     @property
@@ -164,7 +164,7 @@ class Up:
     supervisor: Supervisor
     elastic: Elastic
     guard: RunGuard
-    sampling: Sampling
+    sampling: SampleSource
     evaluations: Evaluations
     teacher_checks: list[str]
 

@@ -1,4 +1,4 @@
-"""The second stage of a run: servers, learner and data workers are up, and were checked."""
+"""Makes the second stage of a run: servers, learner and data workers are up and checked."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from megatron_opd.launch.joining import StartingPart
 from megatron_opd.run.evaluations import evaluations_before
 from megatron_opd.run.own_servers import OwnServers
 from megatron_opd.run.resume import state_of
-from megatron_opd.run.stages import Ready, Sampling, Up
+from megatron_opd.run.stages import Ready, SampleSource, Up
 from megatron_opd.sites.learner_side import SitesOfRun
 from megatron_opd.transport.frames import largest_frame_bytes
 from megatron_opd.transport.samples import FRAMES
@@ -181,7 +181,7 @@ async def _check_teachers(ready: Ready, fleets: Fleets, guard: RunGuard) -> list
 
 def _sampling(
     ready: Ready, fleets: Fleets, workers: DataWorkers | None, supervisor: Supervisor
-) -> Sampling:
+) -> SampleSource:
     """Return what samples for the run. Raises UserError."""
     config, prepared, resumed = ready.config, ready.prepared, ready.resumed
     if config.sites.members:

@@ -43,7 +43,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     answer: str
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class VerifierReady(msgspec.Struct, frozen=True, tag=True):
     """Says that every verifier is imported."""
 
 
@@ -61,7 +61,7 @@ class FailedReply(msgspec.Struct, frozen=True, tag=True):
 
 
 Request = Setup | Ask
-Reply = Ready | Judgement | FailedReply
+Reply = VerifierReady | Judgement | FailedReply
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)

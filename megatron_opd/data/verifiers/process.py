@@ -20,9 +20,9 @@ from megatron_opd.data.verifiers.messages import (
     Ask,
     FailedReply,
     Judgement,
-    Ready,
     Reply,
     Setup,
+    VerifierReady,
     framed,
     read_reply,
 )
@@ -75,7 +75,7 @@ class WorkerProcess:
             writer.close()
             why = f"{type(error).__name__} {line(error)}"
             raise VerifierFailed(VERIFIER_DIED, f"a worker did not start: {why}") from None
-        if not isinstance(reply, Ready):
+        if not isinstance(reply, VerifierReady):
             writer.close()
             why = reply.detail if isinstance(reply, FailedReply) else "it answered a question"
             raise VerifierFailed(VERIFIER_DIED, f"a worker did not start: {why}")

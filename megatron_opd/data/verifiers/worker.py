@@ -21,9 +21,9 @@ from megatron_opd.data.verifiers.messages import (
     Ask,
     FailedReply,
     Judgement,
-    Ready,
     Reply,
     Setup,
+    VerifierReady,
     framed,
     receive_request,
 )
@@ -87,7 +87,7 @@ def main(descriptor: int, parent: int) -> None:
     except ValueError as error:
         connection.sendall(framed(FailedReply(VERIFIER_FAILED, line(error))))
         return
-    connection.sendall(framed(Ready()))
+    connection.sendall(framed(VerifierReady()))
     while True:
         try:
             ask = receive_request(connection)

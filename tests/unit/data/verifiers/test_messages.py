@@ -11,8 +11,8 @@ from megatron_opd.data.verifiers.messages import (
     Call,
     FailedReply,
     Judgement,
-    Ready,
     Setup,
+    VerifierReady,
     framed,
     read_reply,
     receive_request,
@@ -30,7 +30,7 @@ def read(data: bytes):
 
 
 @pytest.mark.parametrize(
-    "message", [Ready(), Judgement(0.25), FailedReply("verifier_failed", "why")]
+    "message", [VerifierReady(), Judgement(0.25), FailedReply("verifier_failed", "why")]
 )
 def test_replies_arrive_as_they_were_sent(message):
     assert read(framed(message)) == message
