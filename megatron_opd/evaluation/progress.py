@@ -7,6 +7,7 @@ updates anew, so that each (update, set) has exactly one row, however often the 
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -14,6 +15,7 @@ from typing import Any
 
 from megatron_opd.config.evaluation import ACCURACY, PASS_AT
 from megatron_opd.evaluation.measure import EvaluationReport
+from megatron_opd.metrics.sinks import json_ready
 
 NOT_OF_THE_REPORT = ("update", "set", "lag_steps", "seconds", "time_s", "unix_time_s")
 BY_K = ("pass_at_k", "pass_at_k_stderr_pct")
@@ -172,3 +174,12 @@ def without_gain(rows: Sequence[Evaluated], metric: str, min_delta_pct: float) -
         else:
             count += 1
     return count
+
+
+def rows_of(progress: EvaluationProgress) -> str:
+    """Return the content of evaluations.jsonl that a checkpoint stands for."""
+    return "".join(f"{_line(row)}\n" for row in progress.rows)
+
+
+def _line(row: Evaluated) -> str:
+    return json.dumps(json_ready(row.row()), allow_nan=False)

@@ -12,7 +12,7 @@ from megatron_opd.checkpoint.run_dir import RunDir, prepare_run_dir
 from megatron_opd.config.schema import Config
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.errors import kept_traceback
-from megatron_opd.run.evaluations import rows_of
+from megatron_opd.evaluation.progress import rows_of
 from megatron_opd.run.resume import Resumption, reopen_run_dir
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 
 from megatron_opd.config.roles import STUDENT, Role
@@ -11,10 +10,8 @@ from megatron_opd.controller.ports import Keeper, TakeState
 from megatron_opd.evaluation.evaluations import Evaluations
 from megatron_opd.evaluation.measure import CompletionPort, FleetPort
 from megatron_opd.evaluation.ports import Surroundings
-from megatron_opd.evaluation.progress import Evaluated, EvaluationProgress
 from megatron_opd.evaluation.sets import evaluated_sets
 from megatron_opd.inputs.prepare import Prepared
-from megatron_opd.metrics.sinks import json_ready
 from sglang_bridge.fleet import Fleet
 
 
@@ -42,15 +39,6 @@ def evaluations_in(config: Config, prepared: Prepared, run: Surroundings) -> Eva
     """Make the evaluations of a run's held-out sets."""
     sets = evaluated_sets(config, prepared)
     return Evaluations(config.evaluation, sets, prepared.judge, run, config.run.max_steps)
-
-
-def rows_of(progress: EvaluationProgress) -> str:
-    """Return the content of evaluations.jsonl that a checkpoint stands for."""
-    return "".join(f"{_line(row)}\n" for row in progress.rows)
-
-
-def _line(row: Evaluated) -> str:
-    return json.dumps(json_ready(row.row()), allow_nan=False)
 
 
 class EvaluatingKeeper:

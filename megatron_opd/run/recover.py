@@ -13,12 +13,11 @@ from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.errors import PartGone, UserError
-from megatron_opd.evaluation.progress import EvaluationProgress
+from megatron_opd.evaluation.progress import EvaluationProgress, rows_of
 from megatron_opd.fleet.budget import Budget
 from megatron_opd.fleet.startup import all_up
 from megatron_opd.launch.processes import Processes
 from megatron_opd.run.attempt import Attempt, Beginning, begin_attempt
-from megatron_opd.run.evaluations import rows_of
 from megatron_opd.run.resume import Resumption, find_resumption, state_of
 from megatron_opd.run.stages import Ready, Up
 from megatron_opd.transport.remote_learner import LearnerError, RemoteLearner

@@ -12,10 +12,10 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.evaluation.evaluations import Evaluations
-from megatron_opd.evaluation.progress import EvaluationProgress, progress_from
+from megatron_opd.evaluation.progress import EvaluationProgress, progress_from, rows_of
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.totals import RunTotals
-from megatron_opd.run.evaluations import EvaluatingKeeper, rows_of
+from megatron_opd.run.evaluations import EvaluatingKeeper
 from megatron_opd.sim.clock import run_virtual
 from tests.support.evaluating import World
 from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, make_prompt
