@@ -11,6 +11,7 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support.features import require
 from tests.support.figures import FIGURES, merge
 
 # A busy machine is slow, not wrong.
@@ -46,6 +47,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return ORDER.index(kind) if kind in ORDER else len(ORDER)
 
     items.sort(key=rank)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers("needs"):
+        require(*marker.args)
 
 
 SIGNALS = {

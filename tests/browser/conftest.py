@@ -7,7 +7,8 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.support.browser import DESKTOP, NoBrowser, Tab, chromium, tab
+from tests.support.browser import DESKTOP, Tab, chromium, tab
+from tests.support.features import require
 
 Open = Callable[..., Any]
 
@@ -16,11 +17,8 @@ Open = Callable[..., Any]
 # other test could run one
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    with ExitStack() as stack:
-        try:
-            found = stack.enter_context(chromium())
-        except NoBrowser as missing:
-            pytest.fail(str(missing), pytrace=False)
+    require("browser")
+    with chromium() as found:
         yield found
 
 

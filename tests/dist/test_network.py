@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megatron_opd.wire.keys import KEYS_FILE, RunKeys
-from tests.support.networks import Network, network, why_not
+from tests.support.features import needs
+from tests.support.networks import Network, network
 
 CONTROLLER, LEARNER, STRANGER = "10.77.0.1", "10.77.0.2", "10.77.0.3"
 PORT = "29400"
@@ -25,10 +26,7 @@ QUICK = (
     "truncated, left",
 )
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.skipif(why_not() is not None, reason=f"no namespaces: {why_not()}"),
-]
+pytestmark = [pytest.mark.dist, needs("namespaces")]
 
 
 class End:

@@ -17,14 +17,12 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.e2e.runs import START_TIMEOUT_S, write_config
+from tests.support.features import needs
 from tests.support.figures import bounded
-from tests.support.networks import Network, network, why_not
+from tests.support.networks import Network, network
 from tests.support.paths import ROOT
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(why_not() is not None, reason=f"no namespaces: {why_not()}"),
-]
+pytestmark = [pytest.mark.e2e, needs("namespaces")]
 
 SCRIPTS = ROOT / "examples" / "cluster" / "torchrun"
 FIRST, SECOND = "10.78.0.1", "10.78.0.2"

@@ -21,7 +21,7 @@ DESKTOP, PHONE = (1280, 800), (390, 844)
 
 
 class NoBrowser(RuntimeError):
-    """What a test fails with where there is nothing to test with."""
+    """There is no browser to test with."""
 
 
 def chromium_path() -> str:
@@ -36,16 +36,22 @@ def chromium_path() -> str:
     return found
 
 
+def why_not() -> str | None:
+    """Why there is no browser here, None where there is one."""
+    try:
+        chromium_path()
+    except NoBrowser as missing:
+        return str(missing)
+    return None
+
+
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """A browser of playwright.sync_api. NoBrowser: it, or what drives it, is missing."""
-    path = chromium_path()
-    try:
-        from playwright.sync_api import sync_playwright
-    except ImportError as error:
-        raise NoBrowser(f"playwright is not installed ({error}): run make setup") from None
+    """A browser of playwright.sync_api. NoBrowser: there is none."""
+    from playwright.sync_api import sync_playwright
+
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path)
+        browser = playwright.chromium.launch(executable_path=chromium_path())
         yield browser
         browser.close()
 

@@ -5,14 +5,15 @@ import json
 import pytest
 
 from megatron_opd.data.tasks.code import last_block, parse_tests, verify
-from tests.support.programs import ADDS, ASSERTS, isolated
+from tests.support.features import needs
+from tests.support.programs import ADDS, ASSERTS
 
 NEVER_S = 300.0
 SUMS = "```py\nprint(sum(map(int, input().split())))\n```"
 PAIRS = json.dumps({"inputs": ["1 2\n", "4 5 6\n"], "outputs": ["3\n", "15"]})
 
 
-@isolated
+@needs("isolation")
 @pytest.mark.parametrize(
     ("response", "answer", "reward", "expected"),
     [
@@ -37,7 +38,7 @@ def test_code_is_right_if_its_tests_pass(response, answer, reward, expected):
     assert verify(response, answer, timeout_s=NEVER_S, reward=reward) == expected
 
 
-@isolated
+@needs("isolation")
 @pytest.mark.parametrize(
     "response",
     [

@@ -11,7 +11,8 @@ from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.data.verifying import TaskVerifiers, call_of
 from megatron_opd.records.drops import VERIFIER_BAD_REWARD, VERIFIER_FAILED
 from megatron_opd.records.types import RightAnswer
-from tests.support.programs import ADDS, ASSERTS, isolated
+from tests.support.features import needs
+from tests.support.programs import ADDS, ASSERTS
 
 ROGUE = "tests.support.rogue_verifiers"
 SETTINGS = VerifierConfig(workers=1, timeout_s=300.0)
@@ -55,7 +56,7 @@ def test_what_may_fail_runs_in_a_worker(task, response, answer, reward, workers)
     assert judged(task, response, answer) == (reward, workers)
 
 
-@isolated
+@needs("isolation")
 def test_code_gets_the_limits_of_the_configuration():
     code = CodeConfig(enabled=True, timeout_s=200.0, reward="share")
     half = ADDS.replace("a + b", "3")

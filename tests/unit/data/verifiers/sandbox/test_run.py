@@ -21,11 +21,11 @@ from megatron_opd.data.verifiers.sandbox.run import (
     isolation_problem,
     run_program,
 )
+from tests.support.features import needs
 from tests.support.paths import ROOT
-from tests.support.programs import isolated
 
 NEVER_S = 300.0
-pytestmark = isolated
+pytestmark = needs("isolation")
 
 
 def said(program: str, stdin: str = "", timeout_s: float = NEVER_S, **limits) -> str:
