@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from benchmarks.findings import quantised, wall_clock
 from benchmarks.findings.estimators import ESTIMATORS
@@ -103,10 +104,11 @@ def _turn(trial: Trial) -> tuple[int, int, str]:
     return trial.seed, STALENESS.index(int(trial.setting[1:])), trial.name
 
 
+@cache  # a trial computes its fingerprint once
 def studies() -> Sequence[Study]:
     """All of them."""
     swept = [staleness_study(name) for name in SWEEPS]
-    return [pilot(), *swept, quantised.study(), wall_clock.study()]
+    return (pilot(), *swept, quantised.study(), wall_clock.study())
 
 
 def in_turn(chosen: Sequence[Study]) -> list[Trial]:

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,7 @@ class Trial:
         sets = [part for key, value in values.items() for part in ("--set", f"{key}={value}")]
         return [sys.executable, "-m", "megatron_opd", "run", str(self.config), "--overwrite", *sets]
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
         """Changes with what decides the run's figures, see benchmarks/grid/behaviour.py."""
         return behaviour(self.config, {"run.seed": str(self.seed)} | self.overrides)

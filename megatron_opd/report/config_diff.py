@@ -10,7 +10,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
-from megatron_opd.config.load import dump_config
+from megatron_opd.config.plain_yaml import dump_plain
 from megatron_opd.config.schema import Config
 from megatron_opd.config.section import Section
 
@@ -38,13 +38,18 @@ class Resolved:
     """Holds a run's configuration by dotted key, as text. all: also what is as by default.
 
     own: keys that are not as by default; None where the defaults are not known, since this version
-    does not accept the file.
+    does not accept the file. tree: the configuration as nested mappings.
     """
 
     all: Mapping[str, str]
     defaults: Mapping[str, str]
     own: frozenset[str] | None
-    text: str
+    tree: Mapping[str, Any]
+
+    @property
+    def text(self) -> str:
+        """Returns the configuration as YAML."""
+        return dump_plain(dict(self.tree))
 
 
 def resolve(tree: Mapping[str, Any]) -> Resolved:
@@ -53,12 +58,12 @@ def resolve(tree: Mapping[str, Any]) -> Resolved:
         config = Config.model_validate(tree)
     except ValidationError:
         flat = dict(_leaves("", tree))
-        return Resolved(flat, {}, None, json.dumps(tree, indent=2, default=str))
+        return Resolved(flat, {}, None, tree)
     found = {key: (shown(value), shown(default)) for key, value, default in _compared("", config)}
     values = {key: value for key, (value, _) in found.items()}
     defaults = {key: default for key, (_, default) in found.items()}
     own = frozenset(key for key, (value, default) in found.items() if value != default)
-    return Resolved(values, defaults, own, dump_config(config))
+    return Resolved(values, defaults, own, config.model_dump(mode="json"))
 
 
 def settings_of(runs: Sequence[Resolved | None]) -> tuple[Setting, ...]:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import get_args
@@ -95,7 +96,7 @@ def test_a_row_of_other_losses_or_configuration_is_made_again(
     run_trials([other], tmp_path, fake(calls))
     assert calls == ["s-m-1"] * 2, "another override is another run"
     monkeypatch.setattr(trials_module, "behaviour", lambda path, values: "changed")
-    run_trials([other], tmp_path, fake(calls))
+    run_trials([replace(other)], tmp_path, fake(calls))
     assert calls == ["s-m-1"] * 3, "other behaviour is another run"
 
 
