@@ -1,7 +1,7 @@
 # setup      make .venv with every package pinned; reused as long as the pins match
 # demo       the main job: a student learns from a teacher through the real engines on this machine
 # demo-real  a pretrained model of 135 M parameters loses layers and is distilled (92 MB)
-# test       the whole suite         check  lint and types         bench  benchmarks, JSON to stdout
+# test       the whole suite         check  lint and types         bench  short benchmarks, JSON
 # setup-gpu  make .venv-gpu for a node with NVIDIA GPUs, from requirements/gpu.lock
 # gpu-check  what works on this machine's GPU and how fast; GPU_OUT holds the record
 #            gpu-check-dry: the same code at a tiny size on the CPU
@@ -40,7 +40,7 @@ check: setup
 	@$(BIN)/pyright
 
 bench: setup
-	@$(BIN)/python -m benchmarks
+	@$(BIN)/python -m benchmarks draws draw_step expert_rows learner lean_logp
 
 .venv-docs/ready: requirements/docs.lock
 	@$(PYTHON) -m venv .venv-docs
@@ -54,10 +54,10 @@ setup-gpu:
 	@$(PYTHON) tools/setup_venv.py $(GPU_VENV) $(GPU_PINS)
 
 gpu-check: setup-gpu
-	@$(GPU_VENV)/bin/python -m benchmarks gpu --budget-s 540 --out $(GPU_OUT)
+	@$(GPU_VENV)/bin/python -m checks gpu --budget-s 540 --out $(GPU_OUT)
 
 gpu-check-dry: setup
-	@$(BIN)/python -m benchmarks gpu --budget-s 540 --out $(GPU_OUT) --dry
+	@$(BIN)/python -m checks gpu --budget-s 540 --out $(GPU_OUT) --dry
 
 # No index address stands in the lock; a hash holds whichever index serves a file. Left out: this
 # project, and the CUDA 12 core, which TransformerEngine's source names until torch's CUDA is known.

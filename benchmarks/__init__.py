@@ -1,1 +1,1 @@
-"""Benchmarks: each prints one JSON object with its figures, machine, commit and versions."""
+"""Benchmarks: each measures seconds, bytes or memory beside a baseline of the same run."""

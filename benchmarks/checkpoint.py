@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.synthetic import Shape, sample, share
+from harness.synthetic import Shape, sample, share
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from sglang_bridge.ports import free_port

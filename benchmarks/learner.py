@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.synthetic import Shape, sample, share
+from harness.synthetic import Shape, sample, share
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig, ParallelConfig
 from sglang_bridge.ports import free_port

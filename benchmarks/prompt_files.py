@@ -31,8 +31,8 @@ from typing import Any
 
 import yaml
 
-from benchmarks.bring.data import problems, small
-from benchmarks.case_rows import say
+from harness.case_rows import say
+from harness.small_run import problems, small
 
 UPDATES = 6
 AIM_BYTES, AIM_S = 10**9, 10.0

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.synthetic import Shape, write_model
+from harness.synthetic import Shape, write_model
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.sizing.flops import PEAK_BF16_TFLOPS, active_layer_elements, mfu

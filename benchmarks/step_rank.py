@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.synthetic import Shape, sample, share
+from harness.synthetic import Shape, sample, share
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.learner import MegatronLearner

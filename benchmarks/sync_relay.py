@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from benchmarks.case_rows import ROOT
+from harness.tree import ROOT
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, plan_sync, room_of

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step import QWEN3_1_7B
-from benchmarks.synthetic import Shape, sample, share, write_model
+from harness.synthetic import Shape, sample, share, write_model
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import read_model_spec

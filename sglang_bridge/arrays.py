@@ -3,7 +3,7 @@
 Whole numbers take the fewest bytes that hold the largest of them. Log-probs take two bytes each:
 the root of -logp in equal steps, so that those of likely ids, near 0, keep their relative
 precision. (In equal steps of -logp all of a peaked distribution's become 0, which biases importance
-ratios: benchmarks/narrow.py measures both.) Weights of plain draws are counts of hits, and exact;
+ratios: studies/narrow.py measures both.) Weights of plain draws are counts of hits, and exact;
 to the learner others travel as their logs do, in two bytes. `unpack` knows by the first bytes what
 it reads, and gives the numbers back in the type that is asked for.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from benchmarks.grid.statistics import tells
+from studies.grid.statistics import tells
 from tools.findings_table import Lines, Records, of_rows, shown
 
 NAMES = {"grpo": "GRPO", "gspo": "GSPO", "gepo": "GEPO"}

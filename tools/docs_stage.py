@@ -58,7 +58,7 @@ NAVIGATION = {
         "report",
         "watch",
     ),
-    "Reference": ("configuration", "metric_dictionary", "drops"),
+    "Reference": ("configuration", "metric_dictionary", "drops", "cases"),
 }
 """The pages of docs/ in the order of the side bar, by caption; index is the front page."""
 EXTRA = {"Examples": "examples/**/README.md", "Project": "C[HO]*.md"}

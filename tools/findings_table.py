@@ -1,4 +1,4 @@
-"""Tables and figures of the record of `python -m benchmarks findings`, for tools/pages.py."""
+"""Tables and figures of the record of `python -m studies findings`, for tools/pages.py."""
 
 from __future__ import annotations
 

@@ -34,5 +34,12 @@ TORCH_FREE = {
     *("metrics", "sizing", "launch", "fleet", "run", "sim", "report", "watch", "wire", "sites"),
     *("evaluation", "mismatch"),
 }
+AROUND = {
+    "harness": set[str](),
+    "benchmarks": {"harness"},
+    "checks": {"harness", "benchmarks"},
+    "studies": {"harness", "benchmarks"},
+}
+"""What stands around the product, and which of it each may import; the product imports none."""
 SERVES = {"inputs", "launch", "evaluation", "mismatch", "sites", "run", "cli"}
 """What starts servers, or says what they are started with."""

@@ -21,9 +21,9 @@ import jinja2
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.grid.statistics import tells  # noqa: E402
 from megatron_opd.config.load import load_config  # noqa: E402
 from megatron_opd.config.schema import Config  # noqa: E402
+from studies.grid.statistics import tells  # noqa: E402
 from tools.findings_table import Records, shown  # noqa: E402
 from tools.generated_page import write_or_check  # noqa: E402
 from tools.page_functions import FUNCTIONS  # noqa: E402

@@ -22,8 +22,9 @@ import matplotlib.pyplot as plt
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.delays_study.grid import CONSTANT, KL, setting, trials
-from benchmarks.grid.trials import RESULTS, KeptRows, finished_rows
+from harness.tree import RESULTS
+from studies.delays_study.grid import CONSTANT, KL, setting, trials
+from studies.grid.trials import KeptRows, finished_rows
 
 RECORDS = {"theory": "gepo", "runs": "delays_study"}
 

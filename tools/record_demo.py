@@ -13,7 +13,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.header import machine
+from harness.header import machine
 from megatron_opd.metrics.summary import commit
 
 

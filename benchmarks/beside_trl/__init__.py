@@ -24,7 +24,7 @@ from benchmarks.beside_trl.environment import LOCK, trl_python
 from benchmarks.beside_trl.models import endless_pair
 from benchmarks.beside_trl.run import ENVIRONMENT, TRL_ENVIRONMENT, run_case
 from benchmarks.beside_trl.summary import summary
-from benchmarks.case_rows import append_row, fingerprint_of, kept_rows, own_directory, say
+from harness.case_rows import append_row, fingerprint_of, kept_rows, own_directory, say
 
 Tree = dict[str, Any]
 ROWS = Path("benchmarks/results/beside_trl_rows.jsonl")
@@ -71,7 +71,7 @@ def measure(options: Sequence[str] = ()) -> Tree:
 def _fingerprint(case: Case) -> str:
     environment = ENVIRONMENT | (TRL_ENVIRONMENT if case.system == "trl" else {})
     asked = case.asked() | {"lock": LOCK.read_text(encoding="utf-8"), "environment": environment}
-    return fingerprint_of(asked, "beside_trl")
+    return fingerprint_of(asked, "benchmarks/beside_trl")
 
 
 def _row(case: Case, fingerprint: str) -> Tree:

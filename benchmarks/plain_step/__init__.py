@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case_rows import own_directory, run_program
 from benchmarks.plain_step.added import added
 from examples.smollm2.models import make_models
 from examples.smollm2.settings import BUILD
+from harness.case_rows import own_directory, run_program
 
 Tree = dict[str, Any]
 SAMPLES, PROMPT, RESPONSE, PER_MICRO = 16, 40, 48, 4

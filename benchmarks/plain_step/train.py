@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.plain_step.plain import PlainStep
-from benchmarks.synthetic import Shape, sample, share
+from harness.synthetic import Shape, sample, share
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.learner import MegatronLearner

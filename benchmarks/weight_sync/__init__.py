@@ -33,8 +33,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case_rows import (
-    ROOT,
+from benchmarks.weight_sync.cases import BEFORE, SIZES, Case, chosen_cases
+from benchmarks.weight_sync.older import NoCommit, check_out, full_commit
+from benchmarks.weight_sync.summary import ratios, summarised
+from harness.case_rows import (
     append_row,
     kept_rows,
     model_with_tokenizer,
@@ -42,9 +44,7 @@ from benchmarks.case_rows import (
     run_program,
     say,
 )
-from benchmarks.weight_sync.cases import BEFORE, SIZES, Case, chosen_cases
-from benchmarks.weight_sync.older import NoCommit, check_out, full_commit
-from benchmarks.weight_sync.summary import ratios, summarised
+from harness.tree import ROOT
 from megatron_opd.metrics.summary import commit
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.sizing.parameters import model_parameters

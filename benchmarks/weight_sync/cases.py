@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.case_rows import fingerprint_of
 from benchmarks.step import QWEN3_MOE_1_6B, TINY
+from harness.case_rows import fingerprint_of
 from megatron_opd.config.sections import WeightSyncConfig
 
 Tree = dict[str, Any]
@@ -137,7 +137,7 @@ class Case:
 
     def fingerprint(self, tree: Path) -> str:
         """Changes with the code of `tree`, the benchmark's own, and what is asked."""
-        return fingerprint_of(self.asked(Path(), Path()), "weight_sync", tree)
+        return fingerprint_of(self.asked(Path(), Path()), "benchmarks/weight_sync", tree)
 
 
 def chosen_cases(size: Size) -> list[Case]:

@@ -8,9 +8,9 @@ import subprocess
 import tarfile
 from pathlib import Path
 
-from benchmarks.case_rows import ROOT
+from harness.tree import ROOT
 
-BENCHMARKS = "benchmarks"
+COPIED = ("benchmarks", "harness")
 
 
 class NoCommit(ValueError):
@@ -38,7 +38,8 @@ def check_out(commit: str, path: Path) -> Path:
     made = subprocess.run(["git", "archive", commit], cwd=ROOT, capture_output=True, check=True)
     with tarfile.open(fileobj=io.BytesIO(made.stdout)) as archive:
         archive.extractall(path, filter="data")
-    shutil.rmtree(path / BENCHMARKS, ignore_errors=True)
     ignore = shutil.ignore_patterns("results", "__pycache__")
-    shutil.copytree(ROOT / BENCHMARKS, path / BENCHMARKS, ignore=ignore)
+    for folder in COPIED:
+        shutil.rmtree(path / folder, ignore_errors=True)
+        shutil.copytree(ROOT / folder, path / folder, ignore=ignore)
     return path

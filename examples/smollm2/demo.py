@@ -18,9 +18,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from benchmarks.header import machine
 from examples.smollm2.memory import PeakMemory
 from examples.smollm2.settings import BUILD, REMOVED_LAYERS, RUN
+from harness.header import machine
 from megatron_opd.metrics.summary import commit, versions
 
 HERE = Path(__file__).resolve().parent

@@ -18,7 +18,7 @@ outweigh all others; sampled tokens exceed it with a probability of at most 1 / 
     int8 or fp8 on either side, dense                 0.1     0.032      0.5     0.043
     int8 or fp8, experts not replayed                 0.15    0.015      1       0.025
 
-healthy: the largest that benchmarks/results records (python -m benchmarks first_update holds all of
+healthy: the largest that benchmarks/results records (python -m checks first_update holds all of
 them against the limits); - where there is none. TF32 has an eighth of bfloat16's rounding error:
 the limits are a quarter and a sixteenth of bfloat16's. In float32 a router may still choose another
 expert where two are equal but for rounding, which k3 shows most. Below temperature 1 a difference

@@ -1,6 +1,5 @@
 """The step benchmark at its tiny size: its figures, its layouts, and cases that fail."""
 
-import json
 import math
 import sys
 from pathlib import Path
@@ -9,9 +8,8 @@ from typing import Any
 import pytest
 
 from benchmarks import step
-from benchmarks.__main__ import main
 from benchmarks.step_rank import run_case
-from benchmarks.synthetic import Shape, sample
+from harness.synthetic import Shape, sample
 from megatron_opd.batching.rank_batch import check_sample
 from tests.dist.worlds import run_world
 
@@ -76,21 +74,6 @@ def test_a_case_that_fails_says_why(tmp_path: Path):
     waits = [sys.executable, "-c", "import time; time.sleep(60)"]
     assert step._run(waits, 1, 0.5) == "ended after 0 s"
     assert step._case(tmp_path, tmp_path, {}, step.SIZES["tiny"], 0)["error"].startswith("not run")
-
-
-def test_options_reach_the_benchmark(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(step, "measure", lambda options: {"options": options})
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "step", "--size", "tiny"])
-    assert main() == 0
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["options"] == ["--size", "tiny"]
-    assert printed["command"] == "python -m benchmarks step --size tiny"
-    monkeypatch.setattr(sys, "argv", ["benchmarks", "learner", "--size"])
-    with pytest.raises(SystemExit, match="2"):
-        main()
-    assert "unknown options ['--size']" in capsys.readouterr().err
 
 
 def test_synthetic_caches_are_caches():

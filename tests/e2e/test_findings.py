@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.findings.servers import Pair, serving
-from benchmarks.findings.studies import at
-from benchmarks.grid.trials import Trial
 from megatron_opd.cli.main import main
 from sglang_bridge.ports import free_port
+from studies.findings.servers import Pair, serving
+from studies.findings.studies import at
+from studies.grid.trials import Trial
 from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.e2e

@@ -9,7 +9,7 @@ import numpy as np
 from aiohttp import web
 from msgspec.structs import replace
 
-from benchmarks.fuzz.targets.bridge_replies import SCORES
+from checks.fuzz.targets.bridge_replies import SCORES
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack
 from sglang_bridge.protocol import RolloutRequest

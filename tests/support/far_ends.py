@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-from benchmarks.security.raw import Door
-from benchmarks.security.zmq_attacks import attacks
+from checks.security.raw import Door
+from checks.security.zmq_attacks import attacks
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner.channel import ControllerChannel
 from megatron_opd.transport import messages as m

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from pydantic import ValidationError
 
-from benchmarks.header import machine
+from harness.header import machine
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.objectives import RewardObjective
 from megatron_opd.losses.objective import evaluate

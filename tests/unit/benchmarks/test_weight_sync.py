@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks import weight_sync
-from benchmarks.case_rows import ROOT
 from benchmarks.weight_sync.cases import BEFORE, SIZES, Case, chosen_cases
 from benchmarks.weight_sync.older import check_out
 from benchmarks.weight_sync.processes import measured
 from benchmarks.weight_sync.summary import ratios
+from harness.tree import ROOT
 from megatron_opd.config.schema import Config
 
 MIB = 2**20

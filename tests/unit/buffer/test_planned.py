@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.schedule_properties.checks import check, run_of
-from benchmarks.schedule_properties.plans import Plan, plan_of
+from checks.schedule_properties.checks import check, run_of
+from checks.schedule_properties.plans import Plan, plan_of
 from megatron_opd.buffer.planned import BatchPlan, PlannedBuffer
 from megatron_opd.config.delays import DelayConfig
 from megatron_opd.controller.schedule import Schedule

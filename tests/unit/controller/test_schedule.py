@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.schedule_properties import outcome
-from benchmarks.schedule_properties.checks import Leg, check, run_of
-from benchmarks.schedule_properties.plans import Plan
+from checks.schedule_properties import outcome
+from checks.schedule_properties.checks import Leg, check, run_of
+from checks.schedule_properties.plans import Plan
 from megatron_opd.controller.schedule import Schedule
 from tests.support.schedules import planned
 
@@ -68,6 +68,6 @@ def test_stragglers_hold_up_admission_order_and_not_completion_order():
 @settings(max_examples=500, deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_every_schedule_keeps_its_promises(seed: int):
-    """Of `python -m benchmarks schedule_properties`, which makes 100,000 of them."""
+    """Of `python -m checks schedule_properties`, which makes 100,000 of them."""
     _, figures = outcome(seed)
     assert "cause" not in figures

@@ -1,10 +1,10 @@
-"""Mathematical answers; the table of pairs is benchmarks/verifiers/pairs.jsonl."""
+"""Mathematical answers; the table of pairs is checks/verifiers/pairs.jsonl."""
 
 import json
 
 import pytest
 
-from benchmarks.verifiers import PAIRS
+from checks.verifiers import PAIRS
 from megatron_opd.data.tasks.maths import equal, plainer, verify
 
 ROWS = [json.loads(line) for line in PAIRS.read_text(encoding="utf-8").splitlines()]

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from benchmarks.raylets import ray_cluster
+from checks.raylets import ray_cluster
 from megatron_opd.config.load import dump_config, load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.data_workers import DataWorkers

@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from benchmarks.raylets import RAYLET
-from benchmarks.raylets import ray_cluster as started_cluster
+from checks.raylets import RAYLET
+from checks.raylets import ray_cluster as started_cluster
 from megatron_opd.config.ray import RayConfig
 from megatron_opd.launch import ray_cluster
 from megatron_opd.launch.launcher import CannotPlace, Need, NodePlace, Process, ProcessSpec

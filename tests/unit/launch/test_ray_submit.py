@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from benchmarks.raylets import ray_cluster
+from checks.raylets import ray_cluster
 from megatron_opd.cli.main import main
 from megatron_opd.launch.launcher import CannotPlace
 from megatron_opd.launch.ray_submit import run_job

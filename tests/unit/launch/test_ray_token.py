@@ -17,7 +17,7 @@ from tests.support.paths import ROOT
 # What a run of another machine would find: loopback counts as an address like any other.
 PROGRAM = """
 import json, sys
-from benchmarks.raylets import ray_cluster
+from checks.raylets import ray_cluster
 from megatron_opd.config.ray import RayConfig
 from megatron_opd.launch import ray_token
 from megatron_opd.launch.launcher import CannotPlace

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.first_update.recorded import recorded
+from checks.first_update.recorded import recorded
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch_limits import (
     EXACT,

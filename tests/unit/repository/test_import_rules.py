@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
-from tools.house import LAYERS, ONLY, SERVES, TORCH_FREE
+from tools.house import AROUND, LAYERS, ONLY, SERVES, TORCH_FREE
 
-TOPS = ("megatron_opd", "sglang_bridge", "benchmarks", "tools", "tests")
+TOPS = ("megatron_opd", "sglang_bridge", *AROUND, "tools", "tests")
 SOURCES = sorted([*ROOT.glob("megatron_opd/**/*.py"), *ROOT.glob("sglang_bridge/**/*.py")])
 
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
@@ -224,6 +224,37 @@ def test_every_name_is_imported_from_where_it_is_defined():
                 names = {alias.name for alias in node.names} - defined_in(source)
                 second_hand += [f"{path}: {name} of {node.module}" for name in sorted(names)]
     assert not second_hand, "\n".join(second_hand)
+
+
+def around_violations(path: Path, modules: set[str]) -> list[str]:
+    """Lines that say which of AROUND a file imports and must not; tools and tests may all."""
+    top = path.relative_to(ROOT).parts[0]
+    barred = set(AROUND) - AROUND.get(top, set()) - {top}
+    found = sorted(module for module in modules if module.partition(".")[0] in barred)
+    return [f"{path}: {top} must not import {module}" for module in found]
+
+
+def test_checks_studies_and_benchmarks_follow_their_direction():
+    around = sorted(path for top in AROUND for path in ROOT.glob(f"{top}/**/*.py"))
+    assert len(around) > 200
+    for path in [*SOURCES, *around]:
+        assert around_violations(path, imported_modules(path)) == []
+
+
+@pytest.mark.parametrize(
+    ("file", "module"),
+    [
+        ("harness/driver.py", "benchmarks.step"),
+        ("benchmarks/step.py", "checks"),
+        ("checks/noticing.py", "studies.grid.trials"),
+        ("studies/guard.py", "checks.bring.data"),
+        ("megatron_opd/errors.py", "harness.tree"),
+        ("sglang_bridge/client.py", "benchmarks.passes"),
+    ],
+)
+def test_the_direction_around_the_product_can_fail(file: str, module: str):
+    assert around_violations(ROOT / file, {module, "json"})
+    assert not around_violations(ROOT / file, {"json"})
 
 
 @pytest.mark.parametrize(

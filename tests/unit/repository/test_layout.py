@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.paths import ROOT
+from tools.house import AROUND
 
 UNIT = ROOT / "tests" / "unit"
-TOPS = ("sglang_bridge", "benchmarks", "tools", "examples")  # all else is of megatron_opd
+TOPS = ("sglang_bridge", *AROUND, "tools", "examples")  # all else is of megatron_opd
 THEMES = {
     "metrics/test_full_disk.py",  # what every writer of a run does on a full disk
 }

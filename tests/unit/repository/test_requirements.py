@@ -11,6 +11,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from tests.support.paths import ROOT
+from tools.house import AROUND
 
 LOCKS = {name: ROOT / "requirements" / f"{name}.lock" for name in ("cpu", "gpu")}
 EXTRAS = {
@@ -93,7 +94,7 @@ def test_the_core_draws_nothing():
     assert "matplotlib" not in core
     importers = [
         path.relative_to(ROOT).as_posix()
-        for top in ("megatron_opd", "sglang_bridge", "benchmarks", "tools", "tests")
+        for top in ("megatron_opd", "sglang_bridge", *AROUND, "tools", "tests")
         for path in sorted((ROOT / top).rglob("*.py"))
         if re.search(r"^\s*(?:import|from) matplotlib", path.read_text(), re.MULTILINE)
     ]

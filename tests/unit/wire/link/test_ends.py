@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from benchmarks.link.proxy import Proxy
+from checks.link.proxy import Proxy
 from megatron_opd.wire.link.events import Broken, LinkRefused, Mended, Received, Restarted
 from megatron_opd.wire.link.wire import BULK, LANES
 from tests.support.link_ends import (

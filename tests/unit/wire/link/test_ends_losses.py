@@ -6,7 +6,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from benchmarks.link.proxy import Proxy
+from checks.link.proxy import Proxy
 from megatron_opd.wire.link import ends as link_ends
 from megatron_opd.wire.link.channel import Channel, Draft
 from megatron_opd.wire.link.events import Restarted

@@ -10,7 +10,7 @@ import pytest
 import zmq
 import zmq.asyncio
 
-from benchmarks.link.proxy import Proxy, flipped
+from checks.link.proxy import Proxy, flipped
 from megatron_opd.wire.gate import show_keys
 from megatron_opd.wire.link import ends as ends_module
 from megatron_opd.wire.link.events import LinkRefused, Restarted

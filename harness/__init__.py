@@ -1,0 +1,1 @@
+"""What checks, studies and benchmarks share: the driver, headers, kept rows, random models."""

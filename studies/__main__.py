@@ -1,0 +1,5 @@
+"""`python -m studies NAME`, see harness/driver.py."""
+
+from harness.driver import main
+
+raise SystemExit(main("studies"))

@@ -1,0 +1,159 @@
+"""Targets find a border that lets something through: all of the wires, some of the readers."""
+
+import importlib
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from checks.fuzz.engine import run_chunk
+from checks.fuzz.targets import load_target
+
+WORKERS, BRIDGE = "megatron_opd.data_workers", "sglang_bridge"
+Break = Callable[[pytest.MonkeyPatch], None]
+
+
+def without(module: str, name: str, result: Any = None) -> Break:
+    """A border one of whose checks finds nothing."""
+
+    def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+        owner, _, attribute = name.rpartition(".")
+        found: Any = importlib.import_module(module)
+        found = getattr(found, owner) if owner else found
+        monkeypatch.setattr(found, attribute, lambda *given, **rest: result)
+
+    return broken
+
+
+def careless_taking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take whatever a worker gives."""
+
+    def taken(address: str, missing: set[str], name: bytes, frames: Any) -> str:
+        key = bytes(name).decode("utf-8", "replace")
+        missing.discard(key)
+        return key
+
+    monkeypatch.setattr("checks.fuzz.targets.worker_samples.taken", taken)
+
+
+def second_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Begin whatever comes, under whatever number."""
+    from megatron_opd.data_workers.worker import Worker
+
+    obey = Worker._obey
+
+    async def careless(self: Worker, order: Any) -> bool:
+        if getattr(order, "call", None) in self._calls and hasattr(order, "request"):
+            self._begin(order)
+            return True
+        return await obey(self, order)
+
+    monkeypatch.setattr(Worker, "_obey", careless)
+
+
+def silent_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count nothing."""
+    from sglang_bridge.refusals import Refusals
+
+    monkeypatch.setattr(Refusals, "add", lambda self, reason: None)
+
+
+def repeated_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """See no key twice."""
+    from megatron_opd.data_workers import giving
+
+    monkeypatch.setattr(giving, "set", list, raising=False)
+
+
+def late_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lose the first token of a prompt."""
+    from megatron_opd.data import pairs
+
+    made = pairs._pair
+
+    def late(prompt: Any, response: Any) -> pairs.Pair:
+        pair = made(prompt, response)
+        return replace(pair, prompt_ids=pair.prompt_ids[1:])
+
+    monkeypatch.setattr(pairs, "_pair", late)
+
+
+def questions_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Learn to write what users say."""
+    from megatron_opd.data import pairs
+
+    def every(self: pairs.PairMaker, chat: Any) -> Any:
+        for n in range(1, len(chat)):
+            yield self._answer(pairs.chat_like(chat, chat[:n]), chat[n])
+
+    monkeypatch.setattr(pairs.PairMaker, "_of_chat", every)
+
+
+def real_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take what a pickle names for what it is."""
+    from megatron_opd.checkpoint import stated_heads
+
+    monkeypatch.setattr(stated_heads, "_Inert", pickle.Unpickler)
+
+
+def lenient_decoder(module: str, name: str) -> Break:
+    """Read anything as the first thing that was read."""
+
+    def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+        found: Any = importlib.import_module(module)
+        decode, first = getattr(found, name), list[Any]()
+
+        def lenient(*given: Any) -> Any:
+            try:
+                first.append(decode(*given))
+            except ValueError:
+                if not first:
+                    raise
+            return first[0]
+
+        monkeypatch.setattr(found, name, lenient)
+
+    return broken
+
+
+CONTROLS: list[tuple[str, Break]] = [
+    ("worker_answers", without("megatron_opd.data_workers.pool", "generated_fault")),
+    ("worker_answers", without("megatron_opd.data_workers.pool", "judged_fault")),
+    ("worker_answers", without("megatron_opd.data_workers.pool", "scored_fault")),
+    ("worker_answers", without("megatron_opd.data_workers.pool", "whole_fault")),
+    ("worker_answers", without("megatron_opd.data_workers.links", "address_fault")),
+    ("worker_orders", without("megatron_opd.data_workers.holding", "_check_ids")),
+    ("worker_orders", second_calls),
+    ("worker_orders", silent_garbage),
+    ("worker_questions", repeated_keys),
+    ("worker_samples", careless_taking),
+    ("worker_samples", without("checks.fuzz.targets.worker_samples", "check_sizes")),
+    ("worker_samples", without("checks.fuzz.targets.worker_samples", "check_batch")),
+    ("work_requests", without("checks.fuzz.targets.work_requests", "check_score_params")),
+    ("work_requests", without("checks.fuzz.targets.work_requests", "check_draw_params")),
+    ("weight_shares", without("sglang_bridge.server.receiver", "_require_filled_once")),
+    ("weight_manifests", without("sglang_bridge.weights.manifest", "_check_file")),
+    ("weight_manifests", without("sglang_bridge.weights.manifest", "_check_array")),
+    ("weight_messages", lenient_decoder("megatron_opd.weight_sync.disk_messages", "decoded")),
+    ("watch_queries", without("megatron_opd.watch.query", "whole", 10**9)),
+    ("sft_pairs", without("megatron_opd.data.pairs", "PairMaker._ended")),
+    ("sft_pairs", late_prompts),
+    ("sft_pairs", questions_too),
+    ("stated_heads", without("checks.fuzz.targets.stated_heads", "check_heads", ())),
+    ("stated_heads", real_names),
+    ("fleet_mail", lenient_decoder("megatron_opd.fleet.mailbox", "_taken")),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "broken"), CONTROLS, ids=[f"{name}-{n}" for n, (name, _) in enumerate(CONTROLS)]
+)
+def test_a_border_that_lets_something_through_is_found(
+    name: str, broken: Break, monkeypatch: pytest.MonkeyPatch
+):
+    target = load_target(name)
+    broken(monkeypatch)
+    tally = run_chunk(target, seed=11, chunk=0, count=600)
+    assert tally.silent + tally.crashes > 0
