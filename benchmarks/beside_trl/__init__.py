@@ -11,8 +11,11 @@ machine must have nothing else to do.
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import shutil
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -20,14 +23,17 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.beside_trl.cases import BATCH, CORES, NO_LEARNING, TOKENS, Case, cases
-from benchmarks.beside_trl.environment import LOCK, trl_python
 from benchmarks.beside_trl.models import endless_pair
 from benchmarks.beside_trl.run import ENVIRONMENT, TRL_ENVIRONMENT, run_case
 from benchmarks.beside_trl.summary import summary
 from harness.case_rows import append_row, fingerprint_of, kept_rows, own_directory, say
+from tools.setup_venv import cpu_torch, create, pinned, read_sources
 
 Tree = dict[str, Any]
 ROWS = Path("benchmarks/results/beside_trl_rows.jsonl")
+LOCK = Path(__file__).with_name("requirements.lock")
+VENV = Path("build/beside_trl/venv")
+STAMP = "pins.sha256"
 
 
 def measure(options: Sequence[str] = ()) -> Tree:
@@ -90,3 +96,25 @@ def _row(case: Case, fingerprint: str) -> Tree:
         "load_before": load,
         **found,
     }
+
+
+def trl_python() -> str:
+    """Return the interpreter of TRL's environment, which is made unless it has these pins.
+
+    Raises subprocess.CalledProcessError, or tools.setup_venv.SetupError: a package is not found.
+    """
+    python, stamp = str(VENV.absolute() / "bin" / "python"), VENV / STAMP
+    digest = hashlib.sha256(sys.version.encode() + LOCK.read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text(encoding="utf-8") == digest:
+        return python
+    create(VENV)
+    sources = read_sources(sys.executable)
+    # uv of this project's environment: the lock file has none
+    uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--python", python]
+    uv += ["--quiet", *sources.uv_options()]
+    version = pinned(LOCK, "torch")
+    assert version is not None
+    os.environ.update(sources.environment())
+    subprocess.run([*uv, "--no-deps", "-r", str(LOCK), *cpu_torch(uv, version)], check=True)
+    stamp.write_text(digest, encoding="utf-8")
+    return python

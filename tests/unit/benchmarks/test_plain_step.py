@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.plain_step.added import added
+from benchmarks.plain_step import added
 
 FIGURES = {
     # the first step of each kind is not timed

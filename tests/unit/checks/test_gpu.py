@@ -10,8 +10,7 @@ import pytest
 
 from checks.gpu import check as checks
 from checks.gpu import child
-from checks.gpu.check import check, check_machine
-from checks.gpu.parts import PARTS, Part
+from checks.gpu.check import PARTS, Part, check, check_machine
 from checks.gpu.process import run
 from checks.gpu.record import PartFailed, Record, Result
 from checks.gpu.tests import counts, outcomes
