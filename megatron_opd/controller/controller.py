@@ -35,16 +35,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from megatron_opd.buffer.batcher import Batcher
 from megatron_opd.buffer.permits import check_staleness
 from megatron_opd.buffer.rejection import SampleRejected, SamplesLost
 from megatron_opd.controller.errors import LearnerDiverged, LoopFailed
 from megatron_opd.controller.in_flight import Rollouts
-from megatron_opd.controller.loops import Starter, being_cancelled, start
 from megatron_opd.controller.pipeline import Pipeline
 from megatron_opd.controller.ports import Ports, SampleStore
 from megatron_opd.controller.schedule import Schedule
@@ -53,6 +53,8 @@ from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, Group
 from megatron_opd.controller.turn import Turn
 from megatron_opd.metrics.types import Accounting
 from megatron_opd.records.types import Batch, Prompt
+
+Starter = Callable[[str, Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Controller(Pipeline):
@@ -98,7 +100,7 @@ class Controller(Pipeline):
             self._interrupted = True
             raise
         except BaseExceptionGroup as failures:
-            if being_cancelled():
+            if _being_cancelled():
                 # errors of loops whose connections Ctrl-C closes are no failure of the run
                 self._interrupted = True
                 raise asyncio.CancelledError from failures
@@ -127,7 +129,7 @@ class Controller(Pipeline):
 
     async def _run_loops(self) -> None:
         async with asyncio.TaskGroup() as group:
-            self._start_loops(partial(start, group))
+            self._start_loops(partial(_start, group))
             self._to_roll_out.open(group)
             self._to_score.open(group)
 
@@ -345,3 +347,27 @@ class Controller(Pipeline):
             if cause is not None:
                 return LoopFailed("health", cause)
         return first
+
+
+def _start(
+    group: asyncio.TaskGroup, name: str, loop: Coroutine[Any, Any, None]
+) -> asyncio.Task[None]:
+    """Run `loop` as a task of the group; its failure carries its name."""
+    task = group.create_task(_named(name, loop), name=name)
+    # one that is cancelled before its first step would be reported as never awaited
+    task.add_done_callback(lambda _: loop.close())
+    return task
+
+
+async def _named(name: str, loop: Awaitable[None]) -> None:
+    """Await `loop`; an exception is re-raised under the loop's name."""
+    try:
+        await loop
+    except Exception as error:
+        raise LoopFailed(name, error) from error
+
+
+def _being_cancelled() -> bool:
+    """Return whether the current task is being cancelled."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0

@@ -5,6 +5,7 @@ Its weights mean nothing until checkpoint.convert fills every one of them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
@@ -30,7 +33,6 @@ from megatron_opd.learner.attention import (
     local_layer,
     rotary_frequencies,
 )
-from megatron_opd.learner.fusion import built_without_apex
 from megatron_opd.learner.gated import keep_less
 from megatron_opd.learner.lm_head import hide_padded_ids
 from megatron_opd.learner.overrides import build, check_overrides
@@ -198,7 +200,7 @@ def _chunk(
     layers: Any = TransformerBlockSubmodules(
         layer_specs=_layer_specs(spec, config, engine, vp_stage), layer_norm=norm
     )
-    model = built_without_apex(
+    model = _built_without_apex(
         lambda: GPTModel(
             config,
             layers,
@@ -224,3 +226,23 @@ def _chunk(
     model.rotary_pos_emb.inv_freq = rotary_frequencies(spec.rope, spec.head_dim, world.device)
     hide_padded_ids(model, spec.num_ids)
     return model.to(world.device, config.params_dtype)
+
+
+def _built_without_apex(make: Callable[[], GPTModel]) -> GPTModel:
+    """Return make(), whose weight gradients TransformerEngine adds in place, without apex.
+
+    Megatron's switch `gradient_accumulation_fusion` is one for all layers, and its own linear
+    layers refuse it without apex's kernel. Beside TransformerEngine's layers the LM head alone is
+    such a layer: it is let through and keeps its ordinary gradient. The lean log-prob operation
+    adds to `main_grad` by itself (losses/lean.py).
+    """
+    kernel = parallel_layers._grad_accum_fusion_available  # pyright: ignore[reportPrivateUsage]
+    parallel_layers._grad_accum_fusion_available = True  # pyright: ignore[reportPrivateUsage]
+    try:
+        model = make()
+    finally:
+        parallel_layers._grad_accum_fusion_available = kernel  # pyright: ignore[reportPrivateUsage]
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+            module.gradient_accumulation_fusion = module.gradient_accumulation_fusion and kernel
+    return model
