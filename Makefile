@@ -2,6 +2,7 @@
 # demo       the main job: a student learns from a teacher through the real engines on this machine
 # demo-real  a pretrained model of 135 M parameters loses layers and is distilled (92 MB)
 # test       the whole suite         check  lint and types         bench  short benchmarks, JSON
+# test-fast  the files of tests/unit that take 10 s at most: most tests, no engines
 # setup-gpu  make .venv-gpu for a node with NVIDIA GPUs, from requirements/gpu.lock
 # gpu-check  what works on this machine's GPU and how fast; GPU_OUT holds the record
 #            gpu-check-dry: the same code at a tiny size on the CPU
@@ -20,7 +21,7 @@ PYTEST_ARGS ?=
 # several ranks (tests/conftest.py)
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: setup demo demo-real test check bench docs setup-gpu gpu-check gpu-check-dry gpu-lock clean
+.PHONY: setup demo demo-real test test-fast check bench docs setup-gpu gpu-check gpu-check-dry gpu-lock clean
 
 setup:
 	@$(PYTHON) tools/setup_venv.py $(VENV) $(PINS)
@@ -33,6 +34,9 @@ demo-real: setup
 
 test: setup
 	@$(BIN)/python -m pytest $(WORKERS) $(PYTEST_ARGS)
+
+test-fast: setup
+	@$(BIN)/python -m pytest $(WORKERS) --fast $(PYTEST_ARGS)
 
 check: setup
 	@$(BIN)/ruff check .

@@ -11,42 +11,35 @@ import torch
 from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
+from tests.support import suite
 from tests.support.features import require
 from tests.support.figures import FIGURES, merge
+from tests.support.paths import ROOT
 
 # A busy machine is slow, not wrong.
 settings.register_profile("no-deadline", deadline=None)
 settings.load_profile("no-deadline")
 torch.set_num_threads(1)  # another worker, or a server, needs the other core
 
-TESTS = Path(__file__).parent
-# The longest first: a worker for SERVERS, the other for dist; short files even out the end.
-# RAY: a Ray cluster finds others on its machine, and uses the same ports.
-SERVERS, RAY = "servers", "ray"
-ORDER = (SERVERS, "dist", "e2e", RAY)
-# Of tests/e2e: these start servers of their own and may run on either worker.
-APART = (
-    "test_bridge_parallel.py",
-    "test_deterministic.py",
-    "test_resume.py",
-    "test_torchrun_scripts.py",
-)
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("megatron-opd")
+    group.addoption("--seconds", metavar="TABLE", help="write the seconds of each file to it")
+    group.addoption("--fast", action="store_true", help="only quick files of tests/unit")
 
 
-def kind_of(path: str) -> str:
-    """The first folder below tests/, SERVERS: what uses the two servers of a session, or RAY."""
-    kind, *_, name = path.removeprefix("tests/").split("/")
-    if name.startswith("test_ray_") or name.endswith("_ray.py"):
-        return RAY
-    return SERVERS if kind == "e2e" and name not in APART else kind
+def path_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    if not config.getoption("fast") or not collection_path.name.startswith("test_"):
+        return None
+    return None if suite.is_fast(path_of(collection_path), suite.read_table()) else True
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def rank(item: pytest.Item) -> int:
-        kind = kind_of(item.path.relative_to(TESTS).as_posix())
-        return ORDER.index(kind) if kind in ORDER else len(ORDER)
-
-    items.sort(key=rank)
+    items.sort(key=lambda item: suite.rank_of(path_of(item.path)))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -76,8 +69,8 @@ class OneForServers(LoadScopeScheduling):
 
     def _split_scope(self, nodeid: str) -> str:
         path = nodeid.partition("::")[0]
-        kind = kind_of(path)
-        return kind if kind in (SERVERS, RAY) else path
+        kind = suite.kind_of(path)
+        return kind if kind in (suite.SERVERS, suite.RAY) else path
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> OneForServers:
@@ -101,6 +94,9 @@ class FromWorkers:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FromWorkers())
+    table = config.getoption("seconds")
+    if table and not hasattr(config, "workerinput"):  # a worker's reports reach the main process
+        config.pluginmanager.register(suite.Seconds(Path(table)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
