@@ -27,6 +27,7 @@ from megatron_opd.metrics.rollouts import RolloutRecord
 from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 from tests.support.browser import chromium, tab, watching
+from tests.support.fakes import Figures
 from tests.support.watched_run import write_run
 
 PAGES = Path(__file__).parents[1] / "docs"
@@ -129,7 +130,7 @@ def measure_record(batches: int = 10) -> dict[str, float]:
         thread_s = looped_s = 0.0
         for update in range(batches):
             size, begun_s = path.stat().st_size, time.perf_counter()
-            record.trained(Batch(update, update, (sample,)))
+            record.trained(Batch(update, update, (sample,)), Figures(), 0.0, 1.0)
             looped_s += time.perf_counter() - begun_s
             while path.stat().st_size == size:  # updates of a run are further apart
                 time.sleep(1e-4)

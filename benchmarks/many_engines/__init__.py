@@ -188,7 +188,7 @@ async def run(config: Config, size: Size, pool: WorkerPool, learner: HeadLearner
 
 def recorder(config: Config, students: Fleet) -> RunRecorder:
     """Return the observer of a real run, which writes no file."""
-    return RunRecorder(config.run.max_steps, RunTotals(students.urls))
+    return RunRecorder(RunTotals(students.urls))
 
 
 @dataclass

@@ -11,7 +11,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from megatron_opd.metrics.recorder import Display, Snapshot
+from megatron_opd.metrics.live_display import Display, Snapshot
 
 REFRESH_PER_S = 2
 

@@ -17,8 +17,10 @@ import msgspec
 import numpy as np
 
 from megatron_opd.buffer.rejection import SamplesLost
+from megatron_opd.metrics.observers import RunObserver
 from megatron_opd.metrics.sinks import RowFile
 from megatron_opd.metrics.token_texts import Decode, token_texts
+from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.records.types import (
     AnyRollout,
     AnySample,
@@ -68,7 +70,7 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
     teacher_logp: list[float] | None
 
 
-class RolloutRecord:
+class RolloutRecord(RunObserver):
     """Writes rows for `per_update` samples of every batch, and for as many dropped ones.
 
     Args:
@@ -76,11 +78,18 @@ class RolloutRecord:
         decode: turns token ids into text; called by another thread.
         per_update: samples of a batch to record, and the most dropped samples between two updates.
         fetch: asks for the arrays of what a data worker holds.
+        updates: those that earlier processes of a resumed run made.
     """
 
     def __init__(
-        self, path: Path, decode: Decode, per_update: int, fetch: Fetch | None = None
+        self,
+        path: Path,
+        decode: Decode,
+        per_update: int,
+        fetch: Fetch | None = None,
+        updates: int = 0,
     ) -> None:
+        self._updates = updates
         self._fetch = fetch
         self._file = RowFile(path)
         self._decode, self._per_update = decode, per_update
@@ -91,11 +100,21 @@ class RolloutRecord:
         self._drops = 0
         """Recorded since the last update."""
 
-    def follow(self, uid: int, seen: Seen) -> None:
+    def admitted(self, prompt: Prompt) -> None:
         """Keep how far a sample has come, in case it is dropped."""
-        self._seen[uid] = seen
+        self._seen[prompt.uid] = prompt
 
-    def trained(self, batch: Batch) -> None:
+    def rolled_out(self, rollout: AnyRollout) -> None:
+        """Keep how far a sample has come."""
+        self._seen[rollout.prompt.uid] = rollout
+
+    def scored(self, sample: AnySample, started_s: float, finished_s: float) -> None:
+        """Keep how far a sample has come."""
+        self._seen[sample.rollout.prompt.uid] = sample
+
+    def trained(
+        self, batch: Batch, figures: UpdateFigures, started_s: float, finished_s: float
+    ) -> None:
         """Record samples of a batch. OSError: an earlier row could not be written."""
         for sample in batch.samples:
             self._seen.pop(sample.rollout.prompt.uid, None)
@@ -104,12 +123,24 @@ class RolloutRecord:
         for sample in spread(batch.samples, self._per_update):
             self._submit(sample, sample.rollout.prompt.uid, batch.update, now_s, batch.version)
 
-    def dropped(self, uid: int, reason: str, detail: str, update: int) -> None:
-        """Record a dropped sample. update: the first that is not done yet. OSError: as trained."""
+    def updated(self, batch: Batch, depths: Depths) -> None:
+        """Keep which update is the first that is not done yet."""
+        self._updates = batch.update + 1
+
+    def weights_synced(self, batch: Batch, report: WeightSyncReport, depths: Depths) -> None:
+        """Keep which update is the first that is not done yet."""
+        self._updates = batch.update + 1
+
+    def dropped(self, uid: int, reason: str, detail: str) -> None:
+        """Record a dropped sample. OSError: as trained."""
         seen = self._seen.pop(uid, None)
         if self._drops < self._per_update:
             self._drops += 1
-            self._submit(seen, uid, update, time.time(), None, (reason, detail))
+            self._submit(seen, uid, self._updates, time.time(), None, (reason, detail))
+
+    def ended(self, accounting: Accounting, now_s: float) -> None:
+        """Write what is left, as no sample comes any more. OSError: as close."""
+        self.close()
 
     def close(self) -> None:
         """Write what is left; safe to call twice. OSError: a row could not be written."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
+from megatron_opd.metrics.observers import RunObserver
 from megatron_opd.metrics.trace import TraceWriter
-from megatron_opd.metrics.types import Depths, UpdateFigures, WeightSyncReport
+from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.records.types import AnyRollout, AnySample, Batch
 from sglang_bridge.work import ServerWork
 
@@ -24,24 +26,31 @@ OF_AN_EVALUATION = (
 """Columns of evaluations.jsonl that its span carries."""
 
 
-class Timeline:
+class Timeline(RunObserver):
     """Draws the events of the pipeline on a trace.
 
     Args:
         trace: where to draw.
         engines: names of the student engines, a row each; others get one once they sample, and
             evaluations once there is one.
+        clock: the event loop's clock (seconds).
     """
 
-    def __init__(self, trace: TraceWriter, engines: Sequence[str]) -> None:
-        self._trace = trace
+    def __init__(
+        self,
+        trace: TraceWriter,
+        engines: Sequence[str],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._trace, self._clock = trace, clock
+        self._ended = False
         self._engines = tuple(engines)
         self._last_counter_s = float("-inf")
         # rows are shown in this order
         for row in (PIPELINE, *map(engine_row, self._engines), TEACHER, LEARNER, SYNC):
             trace.row(row)
 
-    def rollout(self, rollout: AnyRollout) -> None:
+    def rolled_out(self, rollout: AnyRollout) -> None:
         """Draw a span named after the versions that sampled the response."""
         first, last = rollout.spans[0].version, rollout.spans[-1].version
         name = f"rollout v{first}" if first == last else f"rollout v{first}-v{last}"
@@ -55,12 +64,12 @@ class Timeline:
         row = engine_row(rollout.engine)
         self._trace.span(row, name, rollout.started_s, rollout.finished_s, details)
 
-    def score(self, sample: AnySample, started_s: float, finished_s: float) -> None:
+    def scored(self, sample: AnySample, started_s: float, finished_s: float) -> None:
         """Draw a span for a scored sample."""
         details = {"uid": sample.rollout.prompt.uid, "ids": sample.rollout.num_ids}
         self._trace.span(TEACHER, "score", started_s, finished_s, details)
 
-    def update(
+    def trained(
         self, batch: Batch, figures: UpdateFigures, started_s: float, finished_s: float
     ) -> None:
         """Draw a span for a learner update."""
@@ -74,7 +83,11 @@ class Timeline:
         }
         self._trace.span(LEARNER, f"update {batch.update}", started_s, finished_s, details)
 
-    def weight_sync(self, report: WeightSyncReport) -> None:
+    def updated(self, batch: Batch, depths: Depths) -> None:
+        """Hand what was drawn to the operating system: who watches the run sees it at once."""
+        self._trace.flush()
+
+    def weights_synced(self, batch: Batch, report: WeightSyncReport, depths: Depths) -> None:
         """Draw the weight sync with its phases inside, and the pause on every engine's row."""
         name = f"weight sync v{report.version}"
         details = {"bytes": report.num_bytes, "paused_s": round(report.paused_s, 6)}
@@ -84,19 +97,26 @@ class Timeline:
         begin_s, end_s = report.paused_from_s, report.resumed_s
         for engine in report.servers or self._engines:
             self._trace.span(engine_row(engine), "paused", begin_s, end_s, details, lane=0)
+        self._trace.flush()
 
-    def evaluation(self, row: Mapping[str, Any], started_s: float, finished_s: float) -> None:
-        """Draw a span for an evaluated set. row: its columns of evaluations.jsonl."""
+    def evaluated(self, row: Mapping[str, Any]) -> None:
+        """Draw a span for an evaluated set that ends now. row: its columns of evaluations.jsonl."""
+        if not row["update"]:
+            return  # what was before the run began before it
+        now_s = self._clock()
         name = f"{row['set']} after {row['update']} updates"
         details = {key: row[key] for key in OF_AN_EVALUATION}
-        self._trace.span(EVALUATION, name, started_s, finished_s, details)
+        self._trace.span(EVALUATION, name, now_s - row["seconds"], now_s, details)
+        self._trace.flush()
 
-    def drop(self, uid: int, reason: str, detail: str, now_s: float) -> None:
+    def dropped(self, uid: int, reason: str, detail: str) -> None:
         """Mark where a sample was dropped."""
-        self._trace.instant(PIPELINE, f"drop: {reason}", now_s, {"uid": uid, "detail": detail})
+        details = {"uid": uid, "detail": detail}
+        self._trace.instant(PIPELINE, f"drop: {reason}", self._clock(), details)
 
-    def depths(self, depths: Depths, now_s: float) -> None:
+    def moved(self, depths: Depths) -> None:
         """Draw how full the pipeline is, at most every COUNTER_INTERVAL_S."""
+        now_s = self._clock()
         if now_s - self._last_counter_s < COUNTER_INTERVAL_S:
             return
         self._last_counter_s = now_s
@@ -109,16 +129,21 @@ class Timeline:
         self._trace.counter(PIPELINE, "permits in use", now_s, {"permits": depths.permits_in_use})
 
     def worked(self, url: str, work: ServerWork, now_s: float, *, teaches: bool) -> None:
-        """Note what a server has done since it started."""
+        """Note what a server has done since it started; not after the run."""
+        if self._ended:
+            return
         row = TEACHER if teaches else engine_row(url)
         self._trace.instant(row, WORK, now_s, {"server": url, **msgspec.to_builtins(work)})
 
     def used(self, cpu_s: Mapping[str, float], cores: int, now_s: float) -> None:
-        """Draw the CPU seconds of what runs on this machine, and note its cores."""
+        """Draw the CPU seconds on this machine by part, and note its cores; not after the run."""
+        if self._ended:
+            return
         self._trace.counter(PIPELINE, CPU, now_s, {CORES: cores, **cpu_s})
 
-    def flush(self) -> None:
+    def ended(self, accounting: Accounting, now_s: float) -> None:
         """Hand what was drawn to the operating system."""
+        self._ended = True
         self._trace.flush()
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,8 +34,10 @@ from megatron_opd.inputs.prepare import Prepared
 from megatron_opd.inputs.prompts import source_at, used_up
 from megatron_opd.inputs.sinks import make_sinks
 from megatron_opd.inputs.teachers import make_teacher_watch
+from megatron_opd.metrics.live_display import LiveDisplay
+from megatron_opd.metrics.observers import Observers, RunObserver
 from megatron_opd.metrics.persist import dump_totals, restore_totals
-from megatron_opd.metrics.recorder import RunRecorder
+from megatron_opd.metrics.recorder import Earlier, RunRecorder
 from megatron_opd.metrics.rollouts import RolloutRecord
 from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.summary import summarise
@@ -45,7 +47,12 @@ from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.rollout.teacher_health import HealthProbe, here
 from megatron_opd.run.batch_learner import BatchLearner
 from megatron_opd.run.checkpoints import Checkpoints
-from megatron_opd.run.evaluations import EvaluatingKeeper, evaluations_in, port_of
+from megatron_opd.run.evaluations import (
+    EvaluatedVersions,
+    EvaluatingKeeper,
+    evaluations_in,
+    port_of,
+)
 from megatron_opd.run.first_update import MismatchJudge
 from megatron_opd.run.resume import Resumption, resumed_at, resumed_figures, state_of
 from megatron_opd.run.stages import Ready, Up
@@ -79,7 +86,8 @@ class Attempt:
     beginning: Beginning
     prepared: Prepared
     totals: RunTotals
-    recorder: RunRecorder
+    observers: Observers
+    timeline: Timeline | None
     evaluations: Evaluations
     checkpoints: Checkpoints
     judge: MismatchJudge
@@ -107,9 +115,9 @@ class Attempt:
         self.evaluations.interrupt()
 
     def _work_recorded(self) -> AbstractAsyncContextManager[None]:
-        if not self.ready.config.metrics.trace:
+        if self.timeline is None:
             return nullcontext()
-        return recorded_work(self.recorder, self.up.fleets, self.ready.processes)
+        return recorded_work(self.timeline, self.up.fleets, self.ready.processes)
 
     def figures(self) -> dict[str, Any]:
         """Return the keys of summary.json on the updates."""
@@ -143,7 +151,7 @@ async def begin_attempt(
     ready.summary.follow(attempt.figures)
 
     async def close_files() -> None:
-        attempt.recorder.close()
+        attempt.observers.close()
 
     for close in (attempt.checkpoints.abandon, close_files, attempt.evaluations.abandon):
         closers.push_async_callback(ready.ends.closing(close))
@@ -152,26 +160,26 @@ async def begin_attempt(
 
 def _made(ready: Ready, up: Up, beginning: Beginning) -> Attempt:
     config, resumed, state = ready.config, beginning.resumed, state_of(beginning.resumed)
-    prepared, totals = ready.prepared, ready.new_totals()
+    prepared = ready.prepared
     if beginning.again:
         prepared = replace(prepared, prompts=source_at(prepared.prompts, state))
     # these three tell each other what happens: each names the others where it calls them
     surroundings = Surroundings(
         port=lambda: port_of(config, prepared, STUDENT, up.fleets[STUDENT]),
         updates=lambda: controller.accounting.updates,
-        elapsed_s=lambda: time.monotonic() - recorder.started_s,
-        record=lambda row: recorder.evaluated(row),
+        elapsed_s=lambda: recorder.elapsed_s(),
+        record=lambda row: observers.evaluated(row),
         end_early=lambda: controller.end_early(),
         say=ready.say,
     )
     evaluations = evaluations_in(config, prepared, surroundings)
     evaluations.restore(beginning.evaluated)
-    recorder = _make_recorder(ready, up, prepared, totals, resumed, evaluations.live)
+    recorder, timeline, observers = _observers(ready, up, prepared, beginning, evaluations)
     checkpoints = Checkpoints(
         StepDirs(ready.run_dir.checkpoints),
         config,
         ready.remote,
-        lambda: _extras(ready, resumed, totals, recorder, evaluations),
+        lambda: _extras(ready, resumed, recorder, evaluations),
         ready.say,
         ready.admission.claim,
         state.updates,
@@ -187,7 +195,7 @@ def _made(ready: Ready, up: Up, beginning: Beginning) -> Attempt:
         learner=BatchLearner(config, ready.remote, up.pool, judge),
         store=up.pool,
         weight_sync=up.sampling.weights,
-        observer=recorder,
+        observer=observers,
         guard=up.guard,
         curriculum=_curriculum(prepared),
         keeper=EvaluatingKeeper(checkpoints, evaluations),
@@ -195,14 +203,15 @@ def _made(ready: Ready, up: Up, beginning: Beginning) -> Attempt:
     controller = Controller(make_schedule(config), ports, state)
     if resumed is None and not beginning.again:
         for row in beginning.before.rows:
-            recorder.evaluated(row.row())
+            observers.evaluated(row.row())
     return Attempt(
         ready=ready,
         up=up,
         beginning=beginning,
         prepared=prepared,
-        totals=totals,
-        recorder=recorder,
+        totals=recorder.totals,
+        observers=observers,
+        timeline=timeline,
         evaluations=evaluations,
         checkpoints=checkpoints,
         judge=judge,
@@ -221,47 +230,54 @@ def _curriculum(prepared: Prepared) -> CurriculumSource | None:
     return prepared.prompts if isinstance(prepared.prompts, CurriculumSource) else None
 
 
-def _make_recorder(
-    ready: Ready,
-    up: Up,
-    prepared: Prepared,
-    totals: RunTotals,
-    resumed: Resumption | None,
-    live: Callable[[int], None],
-) -> RunRecorder:
-    """Make the observer: files as configured, and a display. live: told of each version."""
+def _observers(
+    ready: Ready, up: Up, prepared: Prepared, beginning: Beginning, evaluations: Evaluations
+) -> tuple[RunRecorder, Timeline | None, Observers]:
+    """Make what observes the run: files as configured, a display, and evaluations that begin.
+
+    The time line comes first: it has the update that stops the run. Display and evaluations are
+    told after the row was written.
+    """
     config, run_dir, metrics = ready.config, ready.run_dir, ready.config.metrics
-    timeline = rollouts = None
+    recorder = _make_recorder(ready, up, prepared, beginning.resumed)
+    timeline, found = None, list[RunObserver]()
     if metrics.trace:
         timeline = Timeline(TraceWriter(run_dir.trace, time.monotonic()), ready.samplers)
+        found.append(timeline)
     if metrics.rollouts:
         fetch = None if up.pool is None else up.pool.fetch
-        rollouts = RolloutRecord(run_dir.rollouts, prepared.decode, metrics.rollouts, fetch)
-    curriculum = _curriculum(prepared)
+        updates = state_of(beginning.resumed).updates
+        path = run_dir.rollouts
+        found.append(RolloutRecord(path, prepared.decode, metrics.rollouts, fetch, updates))
+    found.append(recorder)
+    if metrics.progress:
+        display = make_display(ready.console)
+        found.append(LiveDisplay(display, recorder, config.run.max_steps))
+    return recorder, timeline, Observers([*found, EvaluatedVersions(evaluations)])
+
+
+def _make_recorder(
+    ready: Ready, up: Up, prepared: Prepared, resumed: Resumption | None
+) -> RunRecorder:
+    config, totals, curriculum = ready.config, ready.new_totals(), _curriculum(prepared)
 
     def more_columns() -> Mapping[str, Any]:
         chosen = {} if curriculum is None else curriculum.columns()
         return {**chosen, **up.sampling.columns()}
 
-    elapsed_s, updates = 0.0, 0
+    earlier = Earlier()
     if resumed is not None:
-        elapsed_s, updates = resumed.extras["elapsed_s"], resumed.state.updates
+        earlier = Earlier(resumed.state.updates, resumed.extras["elapsed_s"])
         restore_totals(totals, resumed.extras["totals"], time.monotonic())
     return RunRecorder(
-        config.run.max_steps,
         totals,
-        make_sinks(config, run_dir, updates),
-        timeline,
-        make_display(ready.console) if metrics.progress else None,
-        elapsed_s=elapsed_s,
-        updates=updates,
+        make_sinks(config, ready.run_dir, earlier.updates),
+        earlier=earlier,
         teacher_watch=make_teacher_watch(config, prepared.vocab_sizes),
         signal=SignalWatch(
-            reads_groups=config.estimator.reads_groups, patience=metrics.signal_patience
+            reads_groups=config.estimator.reads_groups, patience=config.metrics.signal_patience
         ),
         more_columns=more_columns,
-        rollouts=rollouts,
-        live=live,
         probe=_make_health_probe(ready, up),
     )
 
@@ -287,7 +303,6 @@ def _make_health_probe(ready: Ready, up: Up) -> HealthProbe | None:
 def _extras(
     ready: Ready,
     resumed: Resumption | None,
-    totals: RunTotals,
     recorder: RunRecorder,
     evaluations: Evaluations,
 ) -> dict[str, Any]:
@@ -298,7 +313,7 @@ def _extras(
         "wall_s": ready.wall_s(),
         "resumed_at_updates": resumed_at(resumed),
         "evaluations": evaluations.progress().as_json(),
-        "totals": dump_totals(totals, now_s),
+        "totals": dump_totals(recorder.totals, now_s),
         "data": msgspec.to_builtins(ready.data),
         "template": ready.prepared.template.as_json(),
     }

@@ -12,7 +12,21 @@ from megatron_opd.evaluation.measure import CompletionPort, FleetPort
 from megatron_opd.evaluation.ports import Surroundings
 from megatron_opd.evaluation.sets import evaluated_sets
 from megatron_opd.inputs.prepare import Prepared
+from megatron_opd.metrics.observers import RunObserver
+from megatron_opd.metrics.types import Depths, WeightSyncReport
+from megatron_opd.records.types import Batch
 from sglang_bridge.fleet import Fleet
+
+
+class EvaluatedVersions(RunObserver):
+    """Tells the evaluations of each version that is live; observes after its row was written."""
+
+    def __init__(self, evaluations: Evaluations) -> None:
+        self._evaluations = evaluations
+
+    def weights_synced(self, batch: Batch, report: WeightSyncReport, depths: Depths) -> None:
+        """Let what is due begin in the background."""
+        self._evaluations.live(report.version)
 
 
 def port_of(config: Config, prepared: Prepared, role: Role, fleet: Fleet) -> CompletionPort:

@@ -16,8 +16,7 @@ import psutil
 
 from megatron_opd.config.roles import STUDENT, Role
 from megatron_opd.launch.processes import Processes
-from megatron_opd.metrics.recorder import RunRecorder
-from megatron_opd.metrics.timeline import CONTROLLER
+from megatron_opd.metrics.timeline import CONTROLLER, Timeline
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.fleet import Fleet
@@ -29,11 +28,11 @@ INTERVAL_S = 2.0
 
 @contextlib.asynccontextmanager
 async def recorded_work(
-    recorder: RunRecorder, fleets: Mapping[Role, Fleet], processes: Processes
+    timeline: Timeline, fleets: Mapping[Role, Fleet], processes: Processes
 ) -> AsyncIterator[None]:
     """Look at the beginning of the block, and again and again inside it."""
-    await _look(recorder, fleets, processes)
-    task = asyncio.create_task(_looks(recorder, fleets, processes))
+    await _look(timeline, fleets, processes)
+    task = asyncio.create_task(_looks(timeline, fleets, processes))
     try:
         yield
     finally:
@@ -41,28 +40,28 @@ async def recorded_work(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _looks(recorder: RunRecorder, fleets: Mapping[Role, Fleet], processes: Processes) -> None:
+async def _looks(timeline: Timeline, fleets: Mapping[Role, Fleet], processes: Processes) -> None:
     while True:
         await asyncio.sleep(INTERVAL_S)
-        await _look(recorder, fleets, processes)
+        await _look(timeline, fleets, processes)
 
 
-async def _look(recorder: RunRecorder, fleets: Mapping[Role, Fleet], processes: Processes) -> None:
+async def _look(timeline: Timeline, fleets: Mapping[Role, Fleet], processes: Processes) -> None:
     asked = [
-        _ask(recorder, client, teaches=role != STUDENT)
+        _ask(timeline, client, teaches=role != STUDENT)
         for role, fleet in fleets.items()
         for client in fleet.clients
     ]
     await asyncio.gather(*asked)
-    recorder.used(cpu_seconds(processes), len(os.sched_getaffinity(0)), time.monotonic())
+    timeline.used(cpu_seconds(processes), len(os.sched_getaffinity(0)), time.monotonic())
 
 
-async def _ask(recorder: RunRecorder, client: ServerClient, *, teaches: bool) -> None:
+async def _ask(timeline: Timeline, client: ServerClient, *, teaches: bool) -> None:
     # one that does not answer is not in this look; the supervisor sees to it
     with contextlib.suppress(BridgeError, TimeoutError):
         async with asyncio.timeout(INTERVAL_S):
             work = await client.work()
-        recorder.worked(client.url, work, time.monotonic(), teaches=teaches)
+        timeline.worked(client.url, work, time.monotonic(), teaches=teaches)
 
 
 def cpu_seconds(processes: Processes) -> dict[str, float]:

@@ -16,6 +16,7 @@ from megatron_opd.checkpoint.run_dir import RunDir, hold_run_dir, prepare_run_di
 from megatron_opd.config.roles import STUDENT, Role
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import RunFailed, UserError
+from megatron_opd.metrics.observers import Observers, RunObserver
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink, Sink, write_json
 from megatron_opd.metrics.summary import summarise
@@ -69,11 +70,11 @@ def run_simulation(
     with hold_run_dir(config.run.dir, resume=False, overwrite=overwrite):
         run_dir = prepare_run_dir(config.run.dir, resolved)
 
-        def make_recorder(totals: RunTotals, urls: Mapping[Role, tuple[str, ...]]) -> RunRecorder:
-            return _recorder(config, run_dir, totals, urls[STUDENT])
+        def make_observer(totals: RunTotals, urls: Mapping[Role, tuple[str, ...]]) -> RunObserver:
+            return _observer(config, run_dir, totals, urls[STUDENT])
 
         began_s = time.monotonic()
-        outcome = simulate(config, costs, lengths, make_recorder)
+        outcome = simulate(config, costs, lengths, make_observer)
         took_s = time.monotonic() - began_s
         write_json(run_dir.summary, summary_of(outcome))
         run_dir.costs.write_bytes(encode_costs(costs))
@@ -127,18 +128,18 @@ class SimulatedRows:
         self._sink.close()
 
 
-def _recorder(
+def _observer(
     config: Config, run_dir: RunDir, totals: RunTotals, engines: tuple[str, ...]
-) -> RunRecorder:
+) -> RunObserver:
     sinks: list[Sink] = [JsonlSink(run_dir.metrics)]
     if config.metrics.tensorboard:
         sinks.append(TensorBoardSink(run_dir.tensorboard, config.metrics.names))
     clock = asyncio.get_running_loop().time
-    timeline = None
+    found: list[RunObserver] = []
     if config.metrics.trace:
-        timeline = Timeline(TraceWriter(run_dir.trace, clock()), engines)
-    rows = [SimulatedRows(sink) for sink in sinks]
-    return RunRecorder(config.run.max_steps, totals, rows, timeline, clock=clock)
+        found.append(Timeline(TraceWriter(run_dir.trace, clock()), engines, clock))
+    found.append(RunRecorder(totals, [SimulatedRows(sink) for sink in sinks], clock))
+    return Observers(found)
 
 
 def summary_of(outcome: Outcome) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from megatron_opd.errors import UserError
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.launch.health import ProcessDied, WatchedProcess
 from megatron_opd.metrics.memory import PeakMemory
+from megatron_opd.metrics.observers import RunObserver
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.records.seeds import ROLLOUT, derived_seed
@@ -65,15 +66,15 @@ FAILURE, REWARD = "failure", "reward"
 NEED_SERVERS = ("health", "sync", "serve on")
 """Loops of the controller that fail where too few servers are left."""
 
-MakeRecorder = Callable[[RunTotals, Mapping[Role, tuple[str, ...]]], RunRecorder]
-"""Makes what records a run, inside its event loop, from its totals and its servers by role."""
+MakeObserver = Callable[[RunTotals, Mapping[Role, tuple[str, ...]]], RunObserver]
+"""Makes what observes a run, inside its event loop, from its totals and its servers by role."""
 
 
 def simulate(
     config: Config,
     costs: Costs,
     lengths: Lengths | None = None,
-    make_recorder: MakeRecorder | None = None,
+    make_observer: MakeObserver | None = None,
 ) -> Outcome:
     """Simulate a run. lengths: None draws them as config.simulation.lengths says.
 
@@ -82,7 +83,7 @@ def simulate(
     check_costs(config, costs)
     world = _World(config, costs, lengths or drawn_lengths(config))
     with collected_rarely(make_schedule(config).permits):
-        return run_virtual(world.run(make_recorder))
+        return run_virtual(world.run(make_observer))
 
 
 def drawn_lengths(config: Config) -> LognormalLengths:
@@ -286,7 +287,7 @@ class _World:
             )
         return found
 
-    async def run(self, make_recorder: MakeRecorder | None) -> Outcome:
+    async def run(self, make_observer: MakeObserver | None) -> Outcome:
         """Make all updates."""
         config, costs = self.config, self.costs
         clock = asyncio.get_running_loop().time
@@ -295,15 +296,15 @@ class _World:
         samplers = self.urls[STUDENT][config.evaluation.servers :]
         totals = RunTotals(samplers, config.rollout.group_size)
         totals.memory = Unmeasured()
-        if make_recorder is None:
-            recorder = RunRecorder(config.run.max_steps, totals, clock=clock)
+        if make_observer is None:
+            observer: RunObserver = RunRecorder(totals, clock=clock)
         else:
-            recorder = make_recorder(totals, self.urls)
+            observer = make_observer(totals, self.urls)
         supervisor = None if config.simulation.failures is None else self._supervisor()
         learner = SimulatedLearner(costs.learner, config.learner.num_mini_batches, host)
         cause: str | None = None
         async with AsyncExitStack() as stack:
-            stack.callback(recorder.close)
+            stack.callback(observer.close)
             for fleet in self._all_fleets():
                 await fleet.start()
                 stack.push_async_callback(fleet.close)
@@ -338,7 +339,7 @@ class _World:
                 Ports(
                     prompts=self._prompts(),
                     learner=learner,
-                    observer=recorder,
+                    observer=observer,
                     guard=None if supervisor is None else SimulatedGuard(supervisor),
                     **parts,
                 ),

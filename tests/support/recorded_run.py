@@ -5,6 +5,8 @@ import asyncio
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
+from megatron_opd.metrics.live_display import LiveDisplay
+from megatron_opd.metrics.observers import Observers
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink
 from megatron_opd.metrics.tensorboard import TensorBoardSink
@@ -25,18 +27,16 @@ def record(tmp_path, *, updates=7, display=None, drop=(), learner=None, rollouts
     scores = Teacher(fail=lambda uid: ScoreRejected("nan", "teacher-0") if uid in drop else None)
 
     async def scenario():
-        recorder = RunRecorder(
-            updates,
-            totals,
-            [JsonlSink(tmp_path / "metrics.jsonl"), TensorBoardSink(tmp_path / "tensorboard")],
-            Timeline(trace, ["student-0"]),
-            display,
-            asyncio.get_running_loop().time,
-            rollouts=rollouts,
-        )
-        ports = Ports(prompts(), fleet, scores, learner, WeightSyncer(fleet, learner), recorder)
+        sinks = [JsonlSink(tmp_path / "metrics.jsonl"), TensorBoardSink(tmp_path / "tensorboard")]
+        clock = asyncio.get_running_loop().time
+        recorder = RunRecorder(totals, sinks, clock)
+        timeline = Timeline(trace, ["student-0"], clock)
+        shown = None if display is None else LiveDisplay(display, recorder, updates)
+        found = [each for each in (timeline, rollouts, recorder, shown) if each is not None]
+        observers = Observers(found)
+        ports = Ports(prompts(), fleet, scores, learner, WeightSyncer(fleet, learner), observers)
         await Controller(planned(updates, 3, 2, 16, 16), ports).run()
-        recorder.close()
+        observers.close()
         return recorder
 
     return run_virtual(scenario()), learner

@@ -14,6 +14,7 @@ from megatron_opd.controller.progress import (
     make_display,
     panel,
 )
+from megatron_opd.metrics.live_display import snapshot
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Depths
@@ -33,7 +34,7 @@ def test_plain_lines_when_there_is_no_terminal(tmp_path):
 
 
 def test_a_run_without_a_teacher_shows_its_reward(tmp_path):
-    shown = RunRecorder(4, RunTotals()).snapshot()
+    shown = snapshot(RunRecorder(RunTotals()), 4)
     rewarded = replace(shown, reward_mean=0.25)
     assert "reverse KL -" in line(shown)
     assert "  reward 0.2500  " in line(rewarded)
@@ -56,9 +57,9 @@ def test_live_panel_on_a_terminal(tmp_path):
 
 
 def test_a_line_before_the_first_update():
-    recorder = RunRecorder(4, RunTotals())
+    recorder = RunRecorder(RunTotals())
     recorder.started(0.0, Depths(1, 2, 3, 6, 8))
-    text = line(recorder.snapshot())
+    text = line(snapshot(recorder, 4))
     assert "loss -" in text
     assert "permits 6/8" in text
     assert text.endswith("ETA -")

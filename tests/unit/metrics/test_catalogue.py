@@ -59,7 +59,7 @@ def whole_row() -> dict[str, Any]:
     curriculum = CurriculumSource(Nothing(), 1, PassRateCurriculum(), seed=0)
     sites = partial(columns, {"near": SiteFigures()}, SitesNow(1, 0))
     more = {"probe": Probe(), "more_columns": lambda: curriculum.columns() | sites()}
-    recorder = RunRecorder(9, totals, [sink], teacher_watch=watch, **more)
+    recorder = RunRecorder(totals, [sink], teacher_watch=watch, **more)
     samples = []
     for uid in range(2):
         sample = make_sample(uid)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron_opd.checkpoint.run_dir import prepare_run_dir
+from megatron_opd.metrics.observers import Observers
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink, reserve_json, write_json
 from megatron_opd.metrics.tensorboard import TensorBoardSink
@@ -134,10 +135,10 @@ def test_one_full_file_does_not_keep_the_others_open(tmp_path: Path):
 
     trace, rows = tmp_path / "trace.json", JsonlSink(tmp_path / "metrics.jsonl")
     timeline = Timeline(TraceWriter(trace, 0.0), ["e"])
-    recorder = RunRecorder(1, RunTotals(["e"], 1), [Full(), rows], timeline)
-    recorder.ended(Accounting(0, 0, 0, 0, {}, 0, False), 1.0)
+    observers = Observers([timeline, RunRecorder(RunTotals(["e"], 1), [Full(), rows])])
+    observers.ended(Accounting(0, 0, 0, 0, {}, 0, False), 1.0)
     with pytest.raises(OSError, match="No space left"):
-        recorder.close()
+        observers.close()
     assert json.loads(trace.read_text())
     assert rows._file._file.closed
 

@@ -10,6 +10,7 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import Evaluated
+from megatron_opd.metrics.observers import Observers, RunObserver
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink
 from megatron_opd.metrics.summary import summarise
@@ -76,7 +77,7 @@ def test_an_interruption_between_update_and_weight_sync_keeps_the_row(tmp_path):
     async def scenario():
         sink = JsonlSink(tmp_path / "metrics.jsonl")
         clock = asyncio.get_running_loop().time
-        recorder = RunRecorder(9, RunTotals(), [sink], clock=clock)
+        recorder = RunRecorder(RunTotals(), [sink], clock=clock)
         ports = Ports(prompts(), fleet, Teacher(), learner, weight_sync, recorder)
         run = asyncio.create_task(Controller(planned(9, 3, 1, 16, 16), ports).run())
         await asyncio.sleep(50)
@@ -98,7 +99,7 @@ def test_an_interruption_between_update_and_weight_sync_keeps_the_row(tmp_path):
 
 def test_rows_of_updates_beside_weight_syncs_hold_their_own_figures(tmp_path):
     """Update u + 1 is reported before the weight sync of u; one is cut off with both unfinished."""
-    rows = RunRecorder(9, totals := RunTotals(), [JsonlSink(tmp_path / "metrics.jsonl")])
+    rows = RunRecorder(totals := RunTotals(), [JsonlSink(tmp_path / "metrics.jsonl")])
 
     def batch(update: int) -> Batch:
         return Batch(update, update, (make_sample(update, update, num_tokens=update + 4),))
@@ -133,7 +134,7 @@ def test_rows_of_updates_beside_weight_syncs_hold_their_own_figures(tmp_path):
 
 @pytest.mark.parametrize("turns", [True, False])
 def test_seconds_in_which_memory_changes_hands(tmp_path: Path, turns: bool):
-    recorder = RunRecorder(9, totals := RunTotals(), [JsonlSink(tmp_path / "metrics.jsonl")])
+    recorder = RunRecorder(totals := RunTotals(), [JsonlSink(tmp_path / "metrics.jsonl")])
     batch = Batch(0, 0, (make_sample(0),))
     recorder.trained(batch, Figures(), 0.0, 1.0)
     names = ("offload", "resume weights", "send", "resume cache", "continue")
@@ -153,36 +154,34 @@ def test_seconds_in_which_memory_changes_hands(tmp_path: Path, turns: bool):
 def test_a_look_that_comes_after_the_end_is_not_drawn(tmp_path: Path):
     """Before: a server that answered late wrote into a closed file, which failed the run."""
     timeline = Timeline(TraceWriter(tmp_path / "trace.json", 0.0), ["a"])
-    recorder = RunRecorder(9, RunTotals(), timeline=timeline)
-    recorder.worked("a", ServerWork(), 1.0, teaches=False)
-    recorder.used({"controller": 1.0}, 2, 1.0)
-    recorder.ended(Accounting(1, 1, 1, 1, {}, 0, False), 60.0)
-    recorder.worked("a", ServerWork(), 61.0, teaches=False)
-    recorder.used({"controller": 2.0}, 2, 61.0)
-    recorder.close()
+    timeline.worked("a", ServerWork(), 1.0, teaches=False)
+    timeline.used({"controller": 1.0}, 2, 1.0)
+    timeline.ended(Accounting(1, 1, 1, 1, {}, 0, False), 60.0)
+    timeline.worked("a", ServerWork(), 61.0, teaches=False)
+    timeline.used({"controller": 2.0}, 2, 61.0)
+    timeline.close()
     names = [event["name"] for event in json.loads((tmp_path / "trace.json").read_text())]
     assert names.count("work") == names.count("CPU seconds") == 1
 
 
 def test_evaluations_are_drawn_from_the_first_update_until_after_the_last(tmp_path: Path):
     trace, now_s = tmp_path / "trace.json", [100.0]
-    timeline = Timeline(TraceWriter(trace, 100.0), ["a"])
-    recorder = RunRecorder(9, RunTotals(), timeline=timeline, clock=lambda: now_s[0])
+    timeline = Timeline(TraceWriter(trace, 100.0), ["a"], lambda: now_s[0])
 
     def evaluated(update: int, at_s: float, span: tuple[int, int]) -> None:
         now_s[0] = at_s
         report = EvaluationReport(
             *(50.0, 1.0, 8, 4, 3.5, 0.0, 0.5), {}, version_min=span[0], version_max=span[1]
         )
-        recorder.evaluated(Evaluated(update, "easy", 2, 5.0, at_s, at_s, report).row())
+        timeline.evaluated(Evaluated(update, "easy", 2, 5.0, at_s, at_s, report).row())
 
     evaluated(0, 101.0, (0, 0))  # of a time in which nothing was drawn yet
     evaluated(4, 110.0, (4, 6))
     text = trace.read_text()
     assert "easy after 4 updates" in text, "who watches the run sees it at once"
-    recorder.ended(Accounting(1, 1, 1, 1, {}, 0, False), 60.0)
+    timeline.ended(Accounting(1, 1, 1, 1, {}, 0, False), 60.0)
     evaluated(8, 118.0, (8, 8))
-    recorder.close()
+    timeline.close()
     spans = [each for each in json.loads(trace.read_text()) if each["ph"] == "X"]
     assert [(each["name"], each["ts"], each["dur"]) for each in spans] == [
         ("easy after 4 updates", 5_000_000, 5_000_000),
@@ -202,24 +201,30 @@ def test_the_first_drop_for_a_reason_is_told(tmp_path, caplog):
 
 def test_evaluations_are_rows_of_their_own_also_when_the_updates_are_over(tmp_path: Path):
     live: list[int] = []
-    sinks = [JsonlSink(tmp_path / "metrics.jsonl")]
-    recorder = RunRecorder(9, RunTotals(), sinks, live=live.append)
+    recorder = RunRecorder(RunTotals(), [JsonlSink(tmp_path / "metrics.jsonl")])
+
+    class Rows(RunObserver):
+        def weights_synced(self, batch: Batch, report: WeightSyncReport, depths: Depths) -> None:
+            assert (tmp_path / "metrics.jsonl").read_text()
+            live.append(report.version)
+
+    observers = Observers([recorder, Rows()])
     assert not (tmp_path / "evaluations.jsonl").exists(), "there was none"
     batch = Batch(0, 0, (make_sample(0),))
-    recorder.trained(batch, Figures(), 0.0, 1.0)
+    observers.trained(batch, Figures(), 0.0, 1.0)
     assert live == []
     report = WeightSyncReport(1, (Phase("send", 2.0, 3.0),), 9, 2.0, 3.0)
-    recorder.weights_synced(batch, report, Depths(0, 0, 0, 0, 0))
+    observers.weights_synced(batch, report, Depths(0, 0, 0, 0, 0))
     assert live == [1]
     rows = [
         {"update": n, "set": "easy", "accuracy_pct": 25.0 * n, "pass_at_k": {"4": 75.0 + n}}
         for n in (1, 2)
     ]
-    recorder.evaluated(rows[0])
-    recorder.ended(Accounting(1, 1, 1, 1, {}, 0, False), 60.0)
-    recorder.evaluated(rows[1])
-    recorder.close()
-    recorder.close()
+    observers.evaluated(rows[0])
+    observers.ended(Accounting(1, 1, 1, 1, {}, 0, False), 60.0)
+    observers.evaluated(rows[1])
+    observers.close()
+    observers.close()
     found = [json.loads(text) for text in (tmp_path / "evaluations.jsonl").read_text().splitlines()]
     assert found == rows
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1

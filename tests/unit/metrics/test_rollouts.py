@@ -13,7 +13,7 @@ import pytest
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.metrics.rollouts import RolloutRecord, spread
 from megatron_opd.records.types import Batch, HeldRollout, HeldSample, Sample, VersionSpan
-from tests.support.fakes import make_prompt, make_rollout, make_sample
+from tests.support.fakes import Figures, make_prompt, make_rollout, make_sample
 from tests.support.recorded_run import record
 
 
@@ -29,7 +29,7 @@ def test_a_row_holds_what_a_reader_needs(tmp_path: Path):
     rollout = make_rollout(make_prompt(7), (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)))
     teacher = np.arange(6, dtype=np.float32) / -8
     kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 4)
-    kept.trained(Batch(5, 5, (Sample(rollout, teacher, 0.5),)))
+    kept.trained(Batch(5, 5, (Sample(rollout, teacher, 0.5),)), Figures(), 0.0, 1.0)
     kept.close()
     (row,) = rows_of(tmp_path / "rollouts.jsonl")
     assert row.pop("unix_time_s") > 1.7e9
@@ -57,7 +57,7 @@ def test_without_a_teacher_there_are_no_scores(tmp_path: Path):
     sample = make_sample(1)
     nothing = np.full_like(sample.teacher_logp_N, np.nan)
     kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 1)
-    kept.trained(Batch(0, 0, (Sample(sample.rollout, nothing),)))
+    kept.trained(Batch(0, 0, (Sample(sample.rollout, nothing),)), Figures(), 0.0, 1.0)
     kept.close()
     assert rows_of(tmp_path / "rollouts.jsonl")[0]["teacher_logp"] is None
 
@@ -72,13 +72,12 @@ def test_samples_are_spread_over_a_batch_whatever_its_order(there: int, count: i
 
 
 def test_a_drop_is_recorded_as_far_as_it_came(tmp_path: Path):
-    kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 4)
-    sample = make_sample(2)
-    kept.follow(0, make_prompt(0))
-    kept.follow(1, make_rollout(make_prompt(1), (VersionSpan(0, 0, 2),)))
-    kept.follow(2, sample)
+    kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 4, updates=6)
+    kept.admitted(make_prompt(0))
+    kept.rolled_out(make_rollout(make_prompt(1), (VersionSpan(0, 0, 2),)))
+    kept.scored(make_sample(2), 0.0, 1.0)
     for uid in (0, 1, 2, 3):
-        kept.dropped(uid, "why", f"engine {uid}", 6)
+        kept.dropped(uid, "why", f"engine {uid}")
     kept.close()
     rows = rows_of(tmp_path / "rollouts.jsonl")
     assert [row["prompt"] for row in rows] == ["<0><1><2>"] * 3 + [None]
@@ -93,10 +92,10 @@ def test_a_drop_is_recorded_as_far_as_it_came(tmp_path: Path):
 def test_drops_between_two_updates_are_bounded(tmp_path: Path):
     kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 2)
     for uid in range(5):
-        kept.dropped(uid, "why", "", 0)
-    kept.trained(Batch(0, 0, (make_sample(5),)))
+        kept.dropped(uid, "why", "")
+    kept.trained(Batch(0, 0, (make_sample(5),)), Figures(), 0.0, 1.0)
     for uid in range(6, 9):
-        kept.dropped(uid, "why", "", 1)
+        kept.dropped(uid, "why", "")
     kept.close()
     assert [row["uid"] for row in rows_of(tmp_path / "rollouts.jsonl")] == [0, 1, 5, 6, 7]
 
@@ -111,7 +110,7 @@ def test_the_event_loop_waits_for_no_text(tmp_path: Path):
 
     kept = RolloutRecord(tmp_path / "rollouts.jsonl", slow, 2)
     for update in range(3):
-        kept.trained(Batch(update, update, (make_sample(update),)))
+        kept.trained(Batch(update, update, (make_sample(update),)), Figures(), 0.0, 1.0)
     assert (tmp_path / "rollouts.jsonl").read_bytes() == b""
     go.set()
     kept.close()
@@ -121,7 +120,7 @@ def test_the_event_loop_waits_for_no_text(tmp_path: Path):
 def test_what_cannot_be_written_is_raised_at_the_end_and_only_once(tmp_path: Path):
     kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 1)
     kept._file.close()
-    kept.trained(Batch(0, 0, (make_sample(0),)))
+    kept.trained(Batch(0, 0, (make_sample(0),)), Figures(), 0.0, 1.0)
     with pytest.raises(ValueError, match="closed file"):
         kept.close()
     kept.close()
@@ -174,7 +173,7 @@ def test_arrays_of_a_data_worker_are_asked_for_at_once(tmp_path: Path):
         return asked[rollout.prompt.uid]
 
     kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 3, fetch)
-    kept.trained(Batch(4, 4, tuple(map(as_held, samples.values()))))
+    kept.trained(Batch(4, 4, tuple(map(as_held, samples.values()))), Figures(), 0.0, 1.0)
     assert sorted(asked) == [0, 1, 2]
     asked[0].set_result(samples[0])
     asked[1].set_exception(SamplesLost("data worker 0 is lost"))
@@ -184,7 +183,7 @@ def test_arrays_of_a_data_worker_are_asked_for_at_once(tmp_path: Path):
     assert [len(row["tokens"]) for row in rows] == [4, 0, 0]
     assert all(row["spans"] == [[0, 0, 4]] and row["version"] == 4 for row in rows)
     whole = RolloutRecord(tmp_path / "whole.jsonl", decode, 3)
-    whole.trained(Batch(4, 4, (samples[0],)))
+    whole.trained(Batch(4, 4, (samples[0],)), Figures(), 0.0, 1.0)
     whole.close()
     (expected,) = rows_of(tmp_path / "whole.jsonl")
     assert rows[0] | {"unix_time_s": 0} == expected | {"unix_time_s": 0}

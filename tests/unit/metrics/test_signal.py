@@ -65,7 +65,7 @@ def test_the_recorder_says_it_counts_it_and_the_summary_has_it(caplog: pytest.Lo
             pass
 
     totals = RunTotals(group_size=2)
-    recorder = RunRecorder(9, totals, [Rows()], signal=SignalWatch(reads_groups=True, patience=2))
+    recorder = RunRecorder(totals, [Rows()], signal=SignalWatch(reads_groups=True, patience=2))
     samples = tuple(replace(make_sample(uid), reward=1.0) for uid in range(4))
     mixed = (*samples[:3], replace(samples[3], reward=0.0))
     depths = Depths(0, 0, 0, 0, 1)

@@ -34,7 +34,7 @@ EVALUATED = {"update": 3, "set": "held-out", "accuracy_pct": 50.0, "unix_time_s"
 
 def test_evaluations_have_a_file_of_their_own_which_the_first_one_makes(tmp_path):
     rows = JsonlSink(tmp_path / "metrics.jsonl")
-    recorder = RunRecorder(9, RunTotals(), [rows, board := TensorBoardSink(tmp_path / "board")])
+    recorder = RunRecorder(RunTotals(), [rows, board := TensorBoardSink(tmp_path / "board")])
     file = tmp_path / "evaluations.jsonl"
     assert not file.exists()
     recorder.evaluated(EVALUATED)

@@ -41,7 +41,7 @@ def test_summary_of_a_run(tmp_path):
 
 
 def test_summary_of_a_run_that_did_nothing():
-    recorder = RunRecorder(5, RunTotals(["student-0"]))
+    recorder = RunRecorder(RunTotals(["student-0"]))
     learner = Learner()
     fleet = Fleet()
     ports = Ports(prompts(0), fleet, Teacher(), learner, WeightSyncer(fleet, learner), recorder)

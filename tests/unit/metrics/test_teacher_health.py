@@ -135,7 +135,7 @@ def test_the_row_of_the_update_that_stops_a_run_is_written():
         def close(self) -> None:
             pass
 
-    recorder = RunRecorder(4, RunTotals(), [Sink()], teacher_watch=watch(stop_after=1))
+    recorder = RunRecorder(RunTotals(), [Sink()], teacher_watch=watch(stop_after=1))
     with pytest.raises(NonsenseTeacher):
         recorder.trained(batch(0, scored(0, UNIFORM)), Figures(), 0.0, 1.0)
     recorder._write_row(0)

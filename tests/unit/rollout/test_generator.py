@@ -305,7 +305,7 @@ def run_flaky(lost: int, guard_of=lambda dead: None, of: int = 3):
     learner = fakes.Learner()
     weight_sync = fakes.WeightSyncer(fakes.Fleet(), learner)
     generator = RolloutGenerator(fleet, RolloutConfig(attempts=3), MC, 50, "run7")
-    recorder = RunRecorder(6, RunTotals())
+    recorder = RunRecorder(RunTotals())
     guard = guard_of(dead)
     ports = Ports(prompts(), generator, fakes.Teacher(), learner, weight_sync, recorder, guard)
     accounting = run_virtual(Controller(planned(6, 3, 7, 16, 16), ports).run())

@@ -73,7 +73,7 @@ def recorded(probe: HealthProbe, updates: int, gap_s: float) -> list[dict]:
             pass
 
     async def run():
-        recorder = RunRecorder(9, RunTotals(), [Sink()], probe=probe)
+        recorder = RunRecorder(RunTotals(), [Sink()], probe=probe)
         for update in range(updates):
             now_s = asyncio.get_running_loop().time()
             recorder.trained(batch(update), Figures(), now_s, now_s)

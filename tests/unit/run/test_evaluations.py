@@ -13,9 +13,12 @@ from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.evaluation.evaluations import Evaluations
 from megatron_opd.evaluation.progress import EvaluationProgress, progress_from, rows_of
+from megatron_opd.metrics.observers import Observers
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.totals import RunTotals
-from megatron_opd.run.evaluations import EvaluatingKeeper
+from megatron_opd.metrics.types import Depths, WeightSyncReport
+from megatron_opd.records.types import Batch
+from megatron_opd.run.evaluations import EvaluatedVersions, EvaluatingKeeper
 from megatron_opd.sim.clock import run_virtual
 from tests.support.evaluating import World
 from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, make_prompt
@@ -55,12 +58,13 @@ async def train(
     fleet, learner, kept = Fleet(version=state.version), Learner(), Kept(every, found)
     world.updates = state.updates
 
-    def live(version: int) -> None:
-        world.updates = version
-        found.live(version)
+    class Live(EvaluatedVersions):
+        def weights_synced(self, batch: Batch, report: WeightSyncReport, depths: Depths) -> None:
+            world.updates = report.version
+            super().weights_synced(batch, report, depths)
 
     clock = asyncio.get_running_loop().time
-    recorder = RunRecorder(updates, RunTotals(), clock=clock, live=live)
+    recorder = Observers([RunRecorder(RunTotals(), clock=clock), Live(found)])
     ports = Ports(
         map(make_prompt, itertools.count(state.next_uid)),
         *(fleet, Teacher(), learner, WeightSyncer(fleet, learner), recorder),

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.trace import TraceWriter
-from megatron_opd.metrics.types import Phase, WeightSyncReport
+from megatron_opd.metrics.types import Depths, Phase, WeightSyncReport
 from megatron_opd.records.types import Batch
 from megatron_opd.sim.learner import Figures
 from megatron_opd.sim.recording import (
@@ -29,19 +29,20 @@ TEACHER_WORK = ServerWork(prefill=PassSums().plus(2, 30, 0.04, 0.03))
 
 def drawn(path: Path) -> None:
     """Two rollouts, the later of which ends first, a score, an update and a weight sync."""
-    timeline = Timeline(TraceWriter(path, ORIGIN_S), ["a", "b"])
+    timeline = Timeline(TraceWriter(path, ORIGIN_S), ["a", "b"], lambda: 107.9)
     samples = [make_sample(uid, num_tokens=tokens) for uid, tokens in ((0, 5), (1, 2))]
     times = {0: ("a", 101.0, 104.0), 1: ("b", 102.0, 103.0)}
     for sample in reversed(samples):
         engine, start_s, stop_s = times[sample.rollout.prompt.uid]
-        timeline.rollout(
+        timeline.rolled_out(
             replace(sample.rollout, engine=engine, started_s=start_s, finished_s=stop_s)
         )
-    timeline.score(samples[0], 104.0, 104.5)
-    timeline.update(Batch(0, 0, tuple(samples)), Figures(7, cpu_s=1.25), 105.0, 107.0)
+    timeline.scored(samples[0], 104.0, 104.5)
+    timeline.trained(Batch(0, 0, tuple(samples)), Figures(7, cpu_s=1.25), 105.0, 107.0)
     phases = (Phase("pause", 107.0, 107.25), Phase("send", 107.25, 108.0))
-    timeline.weight_sync(WeightSyncReport(1, phases, 10, 107.25, 107.75))
-    timeline.drop(9, "lost", "", 107.9)
+    report = WeightSyncReport(1, phases, 10, 107.25, 107.75)
+    timeline.weights_synced(Batch(0, 0, tuple(samples)), report, Depths(0, 0, 0, 0, 0))
+    timeline.dropped(9, "lost", "")
     timeline.worked("a", STUDENT_WORK, 108.5, teaches=False)
     timeline.worked("t", TEACHER_WORK, 108.6, teaches=True)
     timeline.used({"controller": 1.5, "a": 7.0}, 2, 108.7)

@@ -68,7 +68,7 @@ def batches_of(config: Config, costs: Costs, lengths: LognormalLengths) -> list[
             super().trained(batch, *rest)
 
     def recorder(totals: RunTotals, urls: Any) -> RunRecorder:
-        return Kept(config.run.max_steps, totals)
+        return Kept(totals)
 
     simulate(config, costs, lengths, recorder)
     return found
@@ -336,6 +336,6 @@ def test_all_slots_are_full_and_what_is_scored_holds_none() -> None:
             super().moved(depths)
 
     config = opened(2, 8, constant(5.0), updates=10)
-    simulate(config, costs_of(), VARIED, lambda totals, urls: Watched(10, totals))
+    simulate(config, costs_of(), VARIED, lambda totals, urls: Watched(totals))
     assert max(depths.rolling + depths.scoring for depths in seen) == 2 * BATCH
     assert max(depths.buffered for depths in seen) > 2 * BATCH
