@@ -11,12 +11,12 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-import msgspec
 import zmq
 import zmq.asyncio
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.transport.samples import Frames
+from megatron_opd.wire.codec import BadMessage, Codec
 from megatron_opd.wire.gate import Gate, guard_socket
 from megatron_opd.wire.keys import RankKeys
 from sglang_bridge.refusals import Refusals
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_ASK_BYTES = 16 << 20
 """The largest question of a rank: the keys of its share."""
 LINGER_MS = 500
-_ASK = msgspec.msgpack.Decoder(list[str])
+_ASK = Codec(list[str], "not a question")
 
 
 class Giving:
@@ -72,7 +72,7 @@ class Giving:
         """Answer one question: the keys of a rank's share, each once, in one frame."""
         try:
             keys = _ASK.decode(question[0]) if len(question) == 1 else None
-        except (msgspec.MsgspecError, ValueError, RecursionError):  # also what is not UTF-8
+        except BadMessage:
             keys = None
         if keys is None or len(set(keys)) < len(keys):
             self._refusals.add("a question that cannot be read, or names a key twice")

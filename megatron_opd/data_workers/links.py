@@ -33,7 +33,7 @@ from megatron_opd.data_workers.messages import (
     decode_answer,
     encode,
 )
-from megatron_opd.transport.messages import BadMessage
+from megatron_opd.wire.codec import BadMessage
 from megatron_opd.wire.gate import Gate, guard_socket
 from megatron_opd.wire.keys import RunKeys
 from sglang_bridge.refusals import Refusals

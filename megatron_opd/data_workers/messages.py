@@ -7,14 +7,15 @@ BadMessage and nothing else.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from megatron_opd.records.sample_figures import CacheSize, ScoreShape
 from megatron_opd.records.types import RightAnswer
 from megatron_opd.rollout.score_requests import TeacherAsk
-from megatron_opd.transport.messages import BadMessage
+from megatron_opd.wire.codec import ENCODER, Codec
 from sglang_bridge.client import Endpoint
-from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import FinishReason
 
 MAX_ORDER_BYTES = 64 << 20
@@ -152,27 +153,9 @@ Answered = Generated | JudgedCall | ScoredCall | Looked | WholeCall | CallFailed
 """An answer to a call."""
 Answer = WorkerHello | Answered
 
-_ENCODER = msgspec.msgpack.Encoder()
-_ORDERS = msgspec.msgpack.Decoder(Order)
-_ANSWERS = msgspec.msgpack.Decoder(Answer)
-
-
-def encode(message: Order | Answer) -> bytes:
-    """Encode a message as its frame."""
-    return _ENCODER.encode(message)
-
-
-def decode_order(frame: bytes) -> Order:
-    """Decode a message to a worker. Raises BadMessage."""
-    try:
-        return _ORDERS.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BadMessage(f"not an order: {one_line(str(error))}") from None
-
-
-def decode_answer(frame: bytes) -> Answer:
-    """Decode a message from a worker. Raises BadMessage."""
-    try:
-        return _ANSWERS.decode(frame)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise BadMessage(f"not an answer: {one_line(str(error))}") from None
+encode: Callable[[Order | Answer], bytes] = ENCODER.encode
+"""Encodes a message as its frame."""
+decode_order = Codec(Order, "not an order").decode
+"""Decodes a message to a worker. Raises BadMessage."""
+decode_answer = Codec(Answer, "not an answer").decode
+"""Decodes a message from a worker. Raises BadMessage."""

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import msgspec
 import numpy as np
 
-from megatron_opd.transport.messages import BadMessage
+from megatron_opd.wire.codec import BadMessage
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import RolloutRequest
 

@@ -38,7 +38,7 @@ from megatron_opd.data_workers.messages import (
     decode_order,
     encode,
 )
-from megatron_opd.transport.messages import BadMessage
+from megatron_opd.wire.codec import BadMessage
 from megatron_opd.wire.gate import guard_socket, show_keys
 from megatron_opd.wire.keys import RankKeys
 from sglang_bridge.client import Endpoint, ServerClient

@@ -21,7 +21,6 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_opd.learner.handing_out import share_header
 from megatron_opd.transport.messages import (
-    BadMessage,
     RankError,
     RankHello,
     RankRefused,
@@ -31,6 +30,7 @@ from megatron_opd.transport.messages import (
     decode_request,
     encode,
 )
+from megatron_opd.wire.codec import BadMessage
 from megatron_opd.wire.gate import guard_socket, show_keys
 from megatron_opd.wire.keys import FILE_VARIABLE, KEYS_FILE, RankKeys
 from megatron_opd.wire.receiving import received_now

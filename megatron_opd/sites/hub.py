@@ -54,8 +54,8 @@ from megatron_opd.sites.settings import ExpectedSite, HubSettings, IntakeSetting
 from megatron_opd.sites.silence import Silence
 from megatron_opd.sites.suspicion import Suspicions
 from megatron_opd.sites.together import Failure, together
-from megatron_opd.transport.messages import BadMessage
 from megatron_opd.transport.samples import Frames
+from megatron_opd.wire.codec import BadMessage
 from megatron_opd.wire.link.events import Broken, Mended, Received, Restarted
 from megatron_opd.wire.link.wire import BULK, URGENT
 from sglang_bridge.errors import one_line

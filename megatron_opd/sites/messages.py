@@ -27,11 +27,13 @@ read by `decode_to_site` or `decode_to_learner`, which raise BadMessage and noth
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.types import RightAnswer
-from megatron_opd.weight_sync.decoding import decoded
+from megatron_opd.wire.codec import ENCODER, Codec
 
 PROTOCOL = 3
 """Both ends must have the same."""
@@ -200,21 +202,9 @@ class Farewell(_Message, frozen=True):
 ToLearner = SiteHello | Serving | SiteDone | Gone | Want | Leaving
 ToSite = SiteWelcome | Again | SiteTask | Forget | Offer | FilePiece | MissingPiece | Farewell
 
-_ENCODER = msgspec.msgpack.Encoder()
-_TO_LEARNER = msgspec.msgpack.Decoder(ToLearner)
-_TO_SITE = msgspec.msgpack.Decoder(ToSite)
-
-
-def encode(message: ToLearner | ToSite) -> bytes:
-    """Encode a record."""
-    return _ENCODER.encode(message)
-
-
-def decode_to_learner(frame: bytes | memoryview) -> ToLearner:
-    """Decode what a site sent. BadMessage: it is anything else."""
-    return decoded(_TO_LEARNER, frame)
-
-
-def decode_to_site(frame: bytes | memoryview) -> ToSite:
-    """Decode what the learner's site sent. BadMessage: it is anything else."""
-    return decoded(_TO_SITE, frame)
+encode: Callable[[ToLearner | ToSite], bytes] = ENCODER.encode
+"""Encodes a record."""
+decode_to_learner = Codec(ToLearner).decode
+"""Decodes what a site sent. BadMessage: it is anything else."""
+decode_to_site = Codec(ToSite).decode
+"""Decodes what the learner's site sent. BadMessage: it is anything else."""

@@ -37,8 +37,8 @@ from megatron_opd.sites.mirror import BadOffer
 from megatron_opd.sites.sampling import Finished, SiteSampling
 from megatron_opd.sites.site_weights import SiteWeights
 from megatron_opd.sites.together import together
-from megatron_opd.transport.messages import BadMessage
 from megatron_opd.transport.samples import Frames
+from megatron_opd.wire.codec import BadMessage
 from megatron_opd.wire.link.events import Broken, Event, Mended, Received, Restarted
 from megatron_opd.wire.link.wire import URGENT
 from sglang_bridge.errors import one_line

@@ -7,13 +7,13 @@ raw frames of a share (transport/frames.py). Whatever arrives is read by
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
 
 from megatron_opd.metrics.mismatch_limits import Bound, MismatchGap
-from sglang_bridge.errors import one_line
+from megatron_opd.wire.codec import ENCODER, BadMessage, Codec
 from sglang_bridge.protocol import WeightPiece
 
 
@@ -319,35 +319,17 @@ Reply = RankHello | RankDone | RankError
 MAX_REPLY_BYTES = 64 * 2**20
 """Longest message of a learner in bytes: the manifest of a model of a million tensors."""
 
-_ENCODER = msgspec.msgpack.Encoder()
-_REQUESTS = msgspec.msgpack.Decoder(Request | RankWelcome | RankRefused)
-_REPLIES = msgspec.msgpack.Decoder(Reply)
-
-
-class BadMessage(ValueError):
-    """Reports in one line that what arrived is not a message of this protocol."""
-
-
-def encode(message: Request | Reply | RankWelcome | RankRefused) -> bytes:
-    """Encode the header frame."""
-    return _ENCODER.encode(message)
-
-
-def decode_request(frame: bytes | memoryview) -> Request | RankWelcome | RankRefused:
-    """Decode a request; BadMessage for anything that a controller does not send."""
-    try:
-        return _REQUESTS.decode(frame)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadMessage(
-            f"unreadable message from the controller: {one_line(str(error))}"
-        ) from None
+encode: Callable[[Request | Reply | RankWelcome | RankRefused], bytes] = ENCODER.encode
+"""Encodes the header frame."""
+decode_request = Codec(
+    Request | RankWelcome | RankRefused, "unreadable message from the controller"
+).decode
+"""Decodes a request; BadMessage for anything that a controller does not send."""
+_REPLIES = Codec(Reply, "unreadable message")
 
 
 def decode_reply(frames: Sequence[bytes | memoryview]) -> Reply:
     """Decode a reply; BadMessage for anything that is not one frame with a Reply."""
     if len(frames) != 1:
         raise BadMessage(f"a learner's message has 1 frame, got {len(frames)}")
-    try:
-        return _REPLIES.decode(frames[0])
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise BadMessage(f"unreadable message: {one_line(str(error))}") from None
+    return _REPLIES.decode(frames[0])

@@ -28,7 +28,6 @@ from megatron_opd.metrics.mismatch_limits import Bound, ModelsDiffer
 from megatron_opd.transport.frames import sizes_of, to_frames
 from megatron_opd.transport.messages import (
     MAX_REPLY_BYTES,
-    BadMessage,
     DigestPieces,
     Digests,
     ExportHf,
@@ -57,6 +56,7 @@ from megatron_opd.transport.messages import (
     encode,
 )
 from megatron_opd.transport.roster import ExpectedRank, RankBreach, Roster
+from megatron_opd.wire.codec import BadMessage
 from megatron_opd.wire.gate import Gate, guard_socket
 from megatron_opd.wire.keys import RunKeys
 from megatron_opd.wire.receiving import received

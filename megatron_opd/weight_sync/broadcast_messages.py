@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import msgspec
 
-from megatron_opd.weight_sync.decoding import decoded
+from megatron_opd.wire.codec import Codec
 from sglang_bridge.protocol import BucketSpec
 
 
@@ -40,48 +38,14 @@ class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
 
 Request = ListBuckets | ListenForBroadcast | JoinGroup | SendBuckets | LeaveGroup
 
-_ENCODER = msgspec.msgpack.Encoder()
-_REQUESTS = msgspec.msgpack.Decoder(Request)
-_FAILURE = msgspec.msgpack.Decoder(str | None)
-_ADDRESS = msgspec.msgpack.Decoder(tuple[str, int])
-_BUCKETS = msgspec.msgpack.Decoder(tuple[BucketSpec, ...])
-
-
-def encode_request(request: Request) -> bytes:
-    """Encode what Broadcast asks of the learner."""
-    return _ENCODER.encode(request)
-
-
-def decode_request(request: bytes) -> Request:
-    """Decode what Broadcast asks of the learner. BadMessage: it is anything else."""
-    return decoded(_REQUESTS, request)
-
-
-def encode_buckets(buckets: Sequence[BucketSpec]) -> bytes:
-    """Encode the answer to ListBuckets."""
-    return _ENCODER.encode(buckets)
-
-
-def decode_buckets(answer: bytes) -> tuple[BucketSpec, ...]:
-    """Decode the answer to ListBuckets. BadMessage: it is anything else."""
-    return decoded(_BUCKETS, answer)
-
-
-def encode_failure(failure: str | None) -> bytes:
-    """Encode the answer to JoinGroup and SendBuckets."""
-    return _ENCODER.encode(failure)
-
-
-def decode_failure(answer: bytes) -> str | None:
-    """Decode the answer to JoinGroup and SendBuckets. BadMessage: it is anything else."""
-    return decoded(_FAILURE, answer)
-
-
-def encode_address(host: str, port: int) -> bytes:
-    """Encode the answer to Listen."""
-    return _ENCODER.encode((host, port))
-
-
-def decode_address(answer: bytes) -> tuple[str, int]:
-    """Decode the answer to Listen. BadMessage: it is anything else."""
-    return decoded(_ADDRESS, answer)
+_REQUESTS, _BUCKETS = Codec(Request), Codec(tuple[BucketSpec, ...])
+_FAILURES, _ADDRESSES = Codec(str | None), Codec(tuple[str, int])
+# What they decode raises BadMessage where it is anything else.
+encode_request, decode_request = _REQUESTS.encode, _REQUESTS.decode
+"""For what Broadcast asks of the learner."""
+encode_buckets, decode_buckets = _BUCKETS.encode, _BUCKETS.decode
+"""For the answer to ListBuckets."""
+encode_failure, decode_failure = _FAILURES.encode, _FAILURES.decode
+"""For the answer to JoinGroup and SendBuckets: why not, None: it is done."""
+encode_address, decode_address = _ADDRESSES.encode, _ADDRESSES.decode
+"""For the answer to ListenForBroadcast: host and port."""

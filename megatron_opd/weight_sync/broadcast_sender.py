@@ -105,7 +105,7 @@ class BroadcastSender:
         if not self._is_root:
             return b""
         self._store = groups.listen(self._host, 0, asked.world_size, asked.timeout_s)
-        return encode_address(self._host, self._store.port)
+        return encode_address((self._host, self._store.port))
 
     def _join(self, asked: JoinGroup) -> str | None:
         """Form the group; returns why not."""

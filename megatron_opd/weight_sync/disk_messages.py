@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from megatron_opd.weight_sync.decoding import decoded
+from megatron_opd.wire.codec import Codec
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -46,15 +46,6 @@ class DiskRefused(msgspec.Struct, frozen=True, tag=True):
 
 Message = Open | Write | Written | DiskRefused
 
-_ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(Message)
-
-
-def encode(message: Message) -> bytes:
-    """Encode a request or its answer."""
-    return _ENCODER.encode(message)
-
-
-def decode(data: bytes) -> Message:
-    """Decode a request or its answer. BadMessage: it is anything else."""
-    return decoded(_DECODER, data)
+_CODEC = Codec(Message)
+encode, decode = _CODEC.encode, _CODEC.decode
+"""For a request or its answer. BadMessage: it is anything else."""

@@ -11,8 +11,8 @@ import msgspec
 from checks.fuzz.engine import Target
 from checks.fuzz.mutations import TEXTS, damaged_bytes, damaged_tree
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.messages import BadMessage
 from megatron_opd.transport.roster import ExpectedRank, RankBreach, Roster
+from megatron_opd.wire.codec import BadMessage
 from sglang_bridge.errors import one_line
 
 WORLD, DATA_RANKS, VOCAB_SIZE = 2, 2, 512

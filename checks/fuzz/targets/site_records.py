@@ -11,7 +11,7 @@ from checks.fuzz.engine import Target
 from checks.fuzz.mutations import damaged_bytes, damaged_tree, msgpack_bytes
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.sites import messages as m
-from megatron_opd.transport.messages import BadMessage
+from megatron_opd.wire.codec import BadMessage
 
 SHAPE = ScoreShape(3, -1.0, 0.5, 0)
 TO_LEARNER: tuple[m.ToLearner, ...] = (

@@ -21,8 +21,8 @@ from megatron_opd.records.types import Sample
 from megatron_opd.rollout.overlong import Length
 from megatron_opd.sites.checking import Forged, SampleRules, received_sample
 from megatron_opd.sites.messages import SiteDone, decode_to_learner, encode
-from megatron_opd.transport.messages import BadMessage
 from megatron_opd.transport.samples import encode_sample
+from megatron_opd.wire.codec import BadMessage
 
 WHOLE = sample(Random(5), 7, routed=True, weighed=True)
 PROMPT = WHOLE.rollout.prompt

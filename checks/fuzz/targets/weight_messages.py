@@ -10,10 +10,10 @@ import msgspec
 
 from checks.fuzz.engine import Target
 from checks.fuzz.mutations import damaged_bytes, damaged_tree, msgpack_bytes
-from megatron_opd.transport.messages import BadMessage
 from megatron_opd.weight_sync import broadcast_messages as broadcast
 from megatron_opd.weight_sync import disk_messages as disk
 from megatron_opd.weight_sync import shards_messages as shards
+from megatron_opd.wire.codec import BadMessage
 from sglang_bridge.protocol import BucketSpec
 
 BUCKETS = (BucketSpec(("model.norm.weight",), ("bfloat16",), ((64,),)),)
@@ -46,8 +46,8 @@ WHOLE: dict[str, tuple[Callable[[bytes], Any], Callable[..., bytes], tuple[bytes
     ),
     "address": (
         broadcast.decode_address,
-        lambda found: broadcast.encode_address(*found),
-        (broadcast.encode_address("127.0.0.1", 29500),),
+        lambda found: broadcast.encode_address(found),
+        (broadcast.encode_address(("127.0.0.1", 29500)),),
     ),
     "shards": (
         shards.decode,

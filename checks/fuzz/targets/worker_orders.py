@@ -28,7 +28,7 @@ from megatron_opd.data_workers.requests import decode_request, encode_request
 from megatron_opd.data_workers.worker import Worker
 from megatron_opd.records.types import Prompt
 from megatron_opd.rollout.score_requests import TeacherAsk
-from megatron_opd.transport.messages import BadMessage
+from megatron_opd.wire.codec import BadMessage
 from sglang_bridge.client import Endpoint
 from sglang_bridge.parse import Known
 from sglang_bridge.protocol import (

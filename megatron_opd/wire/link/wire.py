@@ -16,6 +16,8 @@ import msgspec
 import xxhash
 import zstandard
 
+from megatron_opd.wire.codec import ENCODER, BadMessage, Codec
+
 PROTOCOL = 1
 """Both ends must have the same."""
 URGENT, BULK = 0, 1
@@ -120,9 +122,7 @@ class Pong(_Note, frozen=True):
 
 Greeting = LinkHello | LinkWelcome | RefusalNote
 Talk = Ack | Ping | Pong
-_ENCODER = msgspec.msgpack.Encoder()
-_GREETING = msgspec.msgpack.Decoder(Greeting)
-_TALK = msgspec.msgpack.Decoder(Talk)
+_GREETING, _TALK = Codec(Greeting), Codec(Talk)
 
 
 def seed_of(source: bytes, target: bytes, number: int) -> int:
@@ -133,7 +133,7 @@ def seed_of(source: bytes, target: bytes, number: int) -> int:
 def note(record: Greeting | Talk, seed: int) -> bytes:
     """Return the frame of a note. seed: of the connection; a greeting comes before there is one."""
     greets = isinstance(record, (LinkHello, LinkWelcome, RefusalNote))
-    text = (b"G" if greets else b"T") + _ENCODER.encode(record)
+    text = (b"G" if greets else b"T") + ENCODER.encode(record)
     return SUM.pack(xxhash.xxh3_64_intdigest(text, 0 if greets else seed)) + text
 
 
@@ -148,7 +148,7 @@ def read_note(frame: Buffer, seed: int) -> Greeting | Talk:
         raise BadFrame("a note whose checksum is wrong")
     try:
         return (_GREETING if greets else _TALK).decode(text[1:])
-    except (msgspec.MsgspecError, ValueError, RecursionError):
+    except BadMessage:
         raise BadFrame("a note that cannot be read") from None
 
 

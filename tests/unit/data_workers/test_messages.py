@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from megatron_opd.data_workers import messages as w
 from megatron_opd.records.sample_figures import CacheSize, ScoreShape
 from megatron_opd.rollout.score_requests import TeacherAsk
-from megatron_opd.transport.messages import BadMessage
+from megatron_opd.wire.codec import BadMessage
 from sglang_bridge.client import Endpoint
 from sglang_bridge.parse import Known
 

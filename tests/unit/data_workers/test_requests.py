@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_opd.data_workers import messages as w
 from megatron_opd.data_workers.requests import decode_request, encode_request
-from megatron_opd.transport.messages import BadMessage
+from megatron_opd.wire.codec import BadMessage
 from sglang_bridge.client import Endpoint
 from sglang_bridge.parse import NOTHING_KNOWN
 from sglang_bridge.protocol import RolloutRequest

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.frames import MIN_FRAME_BYTES, largest_frame_bytes
+from megatron_opd.wire.codec import BadMessage
 from tests.support.batches import FIGURES, SCORES
 from tests.support.wire import config, hello, safe
 
@@ -61,7 +62,7 @@ def damaged(valid: list[Any]) -> st.SearchStrategy[bytes]:
 def test_a_controller_reads_a_reply_or_raises_one_error(frames: list[bytes]):
     try:
         reply = m.decode_reply(frames)
-    except m.BadMessage as error:
+    except BadMessage as error:
         safe(error)
         return
     assert isinstance(reply, m.Reply)
@@ -72,7 +73,7 @@ def test_a_controller_reads_a_reply_or_raises_one_error(frames: list[bytes]):
 def test_a_rank_reads_a_request_or_raises_one_error(frame: bytes):
     try:
         request = m.decode_request(frame)
-    except m.BadMessage as error:
+    except BadMessage as error:
         safe(error)
         return
     assert isinstance(request, m.Request | m.RankWelcome | m.RankRefused)

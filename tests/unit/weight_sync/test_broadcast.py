@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from megatron_opd.transport.messages import BadMessage
 from megatron_opd.weight_sync.broadcast import bucket_bytes
 from megatron_opd.weight_sync.broadcast_messages import decode_buckets, decode_request
+from megatron_opd.wire.codec import BadMessage
 from sglang_bridge.protocol import BucketSpec
 
 

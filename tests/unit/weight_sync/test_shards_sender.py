@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_opd.models.views import View
-from megatron_opd.transport.messages import BadMessage
 from megatron_opd.weight_sync.shards_messages import Listening, SendOutcome, SendShards, encode
 from megatron_opd.weight_sync.shards_sender import ShardsSender, cut
+from megatron_opd.wire.codec import BadMessage
 from sglang_bridge.weights.schedule import SlicePart
 from tests.support.config_files import minimal
 

@@ -139,7 +139,7 @@ class FakeLearner:
                 return encode_buckets(BUCKETS)
             case ListenForBroadcast():
                 await self.wire.step("listen")
-                return encode_address("127.0.0.1", 2345)
+                return encode_address(("127.0.0.1", 2345))
             case JoinGroup(world_size=size):
                 self.world_size = size
                 await self.wire.step("connect")
