@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 MAX_ASK_BYTES = 16 << 20
 """The largest question of a rank: the keys of its share."""
 LINGER_MS = 500
-_ASK = Codec(list[str], "not a question")
+_ASK = Codec[list[str]](list[str], "not a question")
 
 
 class Giving:

@@ -155,7 +155,7 @@ Answer = WorkerHello | Answered
 
 encode: Callable[[Order | Answer], bytes] = ENCODER.encode
 """Encodes a message as its frame."""
-decode_order = Codec(Order, "not an order").decode
+decode_order = Codec[Order](Order, "not an order").decode
 """Decodes a message to a worker. Raises BadMessage."""
-decode_answer = Codec(Answer, "not an answer").decode
+decode_answer = Codec[Answer](Answer, "not an answer").decode
 """Decodes a message from a worker. Raises BadMessage."""

@@ -204,7 +204,7 @@ ToSite = SiteWelcome | Again | SiteTask | Forget | Offer | FilePiece | MissingPi
 
 encode: Callable[[ToLearner | ToSite], bytes] = ENCODER.encode
 """Encodes a record."""
-decode_to_learner = Codec(ToLearner).decode
+decode_to_learner = Codec[ToLearner](ToLearner).decode
 """Decodes what a site sent. BadMessage: it is anything else."""
-decode_to_site = Codec(ToSite).decode
+decode_to_site = Codec[ToSite](ToSite).decode
 """Decodes what the learner's site sent. BadMessage: it is anything else."""

@@ -321,11 +321,11 @@ MAX_REPLY_BYTES = 64 * 2**20
 
 encode: Callable[[Request | Reply | RankWelcome | RankRefused], bytes] = ENCODER.encode
 """Encodes the header frame."""
-decode_request = Codec(
+decode_request = Codec[Request | RankWelcome | RankRefused](
     Request | RankWelcome | RankRefused, "unreadable message from the controller"
 ).decode
 """Decodes a request; BadMessage for anything that a controller does not send."""
-_REPLIES = Codec(Reply, "unreadable message")
+_REPLIES = Codec[Reply](Reply, "unreadable message")
 
 
 def decode_reply(frames: Sequence[bytes | memoryview]) -> Reply:

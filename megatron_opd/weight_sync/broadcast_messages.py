@@ -38,8 +38,8 @@ class LeaveGroup(msgspec.Struct, frozen=True, tag=True):
 
 Request = ListBuckets | ListenForBroadcast | JoinGroup | SendBuckets | LeaveGroup
 
-_REQUESTS, _BUCKETS = Codec(Request), Codec(tuple[BucketSpec, ...])
-_FAILURES, _ADDRESSES = Codec(str | None), Codec(tuple[str, int])
+_REQUESTS, _BUCKETS = Codec[Request](Request), Codec[tuple[BucketSpec, ...]](tuple[BucketSpec, ...])
+_FAILURES, _ADDRESSES = Codec[str | None](str | None), Codec[tuple[str, int]](tuple[str, int])
 # What they decode raises BadMessage where it is anything else.
 encode_request, decode_request = _REQUESTS.encode, _REQUESTS.decode
 """For what Broadcast asks of the learner."""

@@ -80,7 +80,7 @@ class BroadcastSender:
         """
         match decode_request(request):
             case ListBuckets():
-                return encode_buckets(self._buckets)
+                return encode_buckets(tuple(self._buckets))
             case ListenForBroadcast() as asked:
                 return self._listen(asked)
             case JoinGroup() as asked:

@@ -46,6 +46,6 @@ class DiskRefused(msgspec.Struct, frozen=True, tag=True):
 
 Message = Open | Write | Written | DiskRefused
 
-_CODEC = Codec(Message)
+_CODEC = Codec[Message](Message)
 encode, decode = _CODEC.encode, _CODEC.decode
 """For a request or its answer. BadMessage: it is anything else."""

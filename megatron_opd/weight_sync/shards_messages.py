@@ -87,6 +87,6 @@ Message = (
     | SendOutcome
 )
 
-_CODEC = Codec(Message)
+_CODEC = Codec[Message](Message)
 encode, decode = _CODEC.encode, _CODEC.decode
 """For a request or its answer. BadMessage: it is anything else."""

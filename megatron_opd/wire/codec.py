@@ -20,11 +20,12 @@ class BadMessage(ValueError):
 class Codec(Generic[MessageT]):
     """Encodes and decodes messages of one type, which may be a union of tagged records.
 
+    kind: MessageT once more, since a union is no `type[MessageT]` to a type checker.
     problem: begins the line of BadMessage, before what msgspec says.
     """
 
-    def __init__(self, kind: type[MessageT], problem: str = "no message of this protocol") -> None:
-        self._decoder = msgspec.msgpack.Decoder(kind)
+    def __init__(self, kind: object, problem: str = "no message of this protocol") -> None:
+        self._decoder: msgspec.msgpack.Decoder[MessageT] = msgspec.msgpack.Decoder(kind)
         self._problem = problem
 
     def encode(self, message: MessageT) -> bytes:

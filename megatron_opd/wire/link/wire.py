@@ -122,7 +122,7 @@ class Pong(_Note, frozen=True):
 
 Greeting = LinkHello | LinkWelcome | RefusalNote
 Talk = Ack | Ping | Pong
-_GREETING, _TALK = Codec(Greeting), Codec(Talk)
+_GREETING, _TALK = Codec[Greeting](Greeting), Codec[Talk](Talk)
 
 
 def seed_of(source: bytes, target: bytes, number: int) -> int:

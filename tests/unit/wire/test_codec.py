@@ -18,7 +18,7 @@ class Nest(msgspec.Struct, frozen=True, tag=True):
     inner: "Nest | None" = None
 
 
-KNOCKS = Codec(Knock | Nest, "unreadable message from the neighbour")
+KNOCKS = Codec[Knock | Nest](Knock | Nest, "unreadable message from the neighbour")
 DEEP = b"\x82\xa4type\xa4Nest\xa5inner" * 100_000 + b"\xc0"
 
 
