@@ -59,54 +59,54 @@ class Observers(RunObserver):
         self._observers = tuple(observers)
 
     def started(self, now_s: float, depths: Depths) -> None:
-        """Tell each."""
+        """Tell each observer."""
         for each in self._observers:
             each.started(now_s, depths)
 
     def admitted(self, prompt: Prompt) -> None:
-        """Tell each."""
+        """Tell each observer."""
         for each in self._observers:
             each.admitted(prompt)
 
     def rolled_out(self, rollout: AnyRollout) -> None:
-        """Tell each."""
+        """Tell each observer."""
         for each in self._observers:
             each.rolled_out(rollout)
 
     def scored(self, sample: AnySample, started_s: float, finished_s: float) -> None:
-        """Tell each."""
+        """Tell each observer."""
         for each in self._observers:
             each.scored(sample, started_s, finished_s)
 
     def dropped(self, uid: int, reason: str, detail: str) -> None:
-        """Tell each."""
+        """Tell each observer."""
         for each in self._observers:
             each.dropped(uid, reason, detail)
 
     def trained(
         self, batch: Batch, figures: UpdateFigures, started_s: float, finished_s: float
     ) -> None:
-        """Tell each."""
+        """Tell each observer."""
         for each in self._observers:
             each.trained(batch, figures, started_s, finished_s)
 
     def updated(self, batch: Batch, depths: Depths) -> None:
-        """Tell each."""
+        """Tell each observer."""
         for each in self._observers:
             each.updated(batch, depths)
 
     def weights_synced(self, batch: Batch, report: WeightSyncReport, depths: Depths) -> None:
-        """Tell each."""
+        """Tell each observer."""
         for each in self._observers:
             each.weights_synced(batch, report, depths)
 
     def moved(self, depths: Depths) -> None:
-        """Tell each."""
+        """Tell each observer."""
         for each in self._observers:
             each.moved(depths)
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
-        """Tell each."""
+        """Tell each observer."""
         for each in self._observers:
             each.evaluated(row)
 

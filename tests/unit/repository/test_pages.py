@@ -111,7 +111,9 @@ def altered(name: str, path: tuple[Any, ...]) -> pages.Records:
 def drawn() -> Iterator[Any]:
     rng = random.Random(0)
     for source in SOURCES:
-        for name, paths in read_by(source).items():
+        for name, read in read_by(source).items():
+            # the number of seeds decides whether a figure has an interval, and is not shown
+            paths = [path for path in read if path[-1] != "n"]
             for path in rng.sample(paths, min(4, len(paths))):
                 yield pytest.param(source, name, path, id=f"{name}-{'.'.join(map(str, path))}")
 
