@@ -4,12 +4,15 @@ import importlib
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from checks.fuzz.engine import run_chunk
 from checks.fuzz.targets import load_target
+from megatron_opd.weight_sync import disk_messages
 
 WORKERS, BRIDGE = "megatron_opd.data_workers", "sglang_bridge"
 Break = Callable[[pytest.MonkeyPatch], None]
@@ -98,24 +101,33 @@ def real_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stated_heads, "_Inert", pickle.Unpickler)
 
 
-def lenient_decoder(module: str, name: str) -> Break:
+def lenient(decode: Callable[..., Any]) -> Callable[..., Any]:
     """Read anything as the first thing that was read."""
+    first = list[Any]()
 
+    def read(*given: Any) -> Any:
+        try:
+            first.append(decode(*given))
+        except (ValueError, msgspec.MsgspecError):
+            if not first:
+                raise
+        return first[0]
+
+    return read
+
+
+def lenient_decoder(module: str, name: str) -> Break:
     def broken(monkeypatch: pytest.MonkeyPatch) -> None:
         found: Any = importlib.import_module(module)
-        decode, first = getattr(found, name), list[Any]()
-
-        def lenient(*given: Any) -> Any:
-            try:
-                first.append(decode(*given))
-            except ValueError:
-                if not first:
-                    raise
-            return first[0]
-
-        monkeypatch.setattr(found, name, lenient)
+        monkeypatch.setattr(found, name, lenient(getattr(found, name)))
 
     return broken
+
+
+def lenient_disk_messages(monkeypatch: pytest.MonkeyPatch) -> None:
+    codec: Any = disk_messages._CODEC
+    read = lenient(codec._decoder.decode)
+    monkeypatch.setattr(codec, "_decoder", SimpleNamespace(decode=read))
 
 
 CONTROLS: list[tuple[str, Break]] = [
@@ -136,7 +148,7 @@ CONTROLS: list[tuple[str, Break]] = [
     ("weight_shares", without("sglang_bridge.server.receiver", "_require_filled_once")),
     ("weight_manifests", without("sglang_bridge.weights.manifest", "_check_file")),
     ("weight_manifests", without("sglang_bridge.weights.manifest", "_check_array")),
-    ("weight_messages", lenient_decoder("megatron_opd.weight_sync.disk_messages", "decoded")),
+    ("weight_messages", lenient_disk_messages),
     ("watch_queries", without("megatron_opd.watch.query", "whole", 10**9)),
     ("sft_pairs", without("megatron_opd.data.pairs", "PairMaker._ended")),
     ("sft_pairs", late_prompts),
