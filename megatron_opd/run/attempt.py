@@ -1,7 +1,7 @@
 """Makes the updates of one learner, until the last one or until that learner is lost.
 
-weights of the checkpoint in the learner and live on the servers
--> recorder, evaluations, checkpoints, controller  -> the controller makes the updates
+First the weights of the checkpoint are in the learner and live on the servers; then observers,
+evaluations, checkpoints and controller are made; then the controller makes the updates.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ async def begin_attempt(
         # the servers hold other weights: the checkpoint that the run began with, or later ones
         await up.sampling.weights.sync(state.version)
     attempt = _made(ready, up, beginning)
-    ready.summary.follow(attempt.figures)
+    ready.summary.follow("attempt", attempt.figures)
 
     async def close_files() -> None:
         attempt.observers.close()
@@ -309,7 +309,7 @@ def _extras(
     """Return what a resumed run needs besides learner and controller (resume.EXTRAS)."""
     now_s = time.monotonic()
     return {
-        "elapsed_s": now_s - recorder.started_s,
+        "elapsed_s": recorder.elapsed_s(),
         "wall_s": ready.wall_s(),
         "resumed_at_updates": resumed_at(resumed),
         "evaluations": evaluations.progress().as_json(),

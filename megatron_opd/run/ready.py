@@ -78,7 +78,7 @@ def get_ready(
         console=console,
         started_s=time.monotonic(),
     )
-    ready.summary.follow(partial(_figures, ready))
+    ready.summary.follow("ready", partial(_figures, ready))
     return ready
 
 

@@ -137,7 +137,7 @@ class Training:
         updates = state_of(ready.resumed).updates
         self._updates: Callable[[], int] = lambda: updates
         self._rolled_back = 0
-        ready.summary.follow(self._figures)
+        ready.summary.follow("training", self._figures)
 
     async def all_updates(self) -> Attempt:
         """Make them; return the attempt that made the last one."""

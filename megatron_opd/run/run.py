@@ -59,7 +59,7 @@ async def _stages(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStack
     before = await evaluate_before(ready, up)
     last = await train(ready, up, before, closers)
     await evaluate_after(ready, up, last)
-    await export(ready, up, last)
+    await export(ready, last)
     await up.sampling.heard()
 
 
@@ -93,11 +93,12 @@ async def evaluate_after(ready: Ready, up: Up, last: Attempt) -> None:
         serve_on = up.sampling.weights.serve_on(lambda: version, learner)
         ready.say(*await while_alive(up.guard, last.evaluations.after(version), beside=serve_on))
         if ready.config.evaluation.after:
-            ready.summary.follow(lambda: summary_of(last.evaluations, version))
+            figures = partial(summary_of, last.evaluations, version)
+            ready.summary.follow("evaluations after", figures)
     await up.sampling.farewell(up.elastic.outliving)
 
 
-async def export(ready: Ready, up: Up, last: Attempt) -> None:
+async def export(ready: Ready, last: Attempt) -> None:
     """Write the student in Hugging Face format, its last weights and its best ones."""
     config, run_dir = ready.config, ready.run_dir
     if config.checkpoint.keep_best:

@@ -1,8 +1,8 @@
 """Names the stages of a run: frozen records, each of which exists whole or not at all.
 
-Ready: input read, directory locked, addresses known; nothing is started   (ready.py)
--> Up: servers, learner and data workers are there and checked           (start.py)
--> Attempt: what makes updates with one learner                        (attempt.py)
+Ready (ready.py): input read, directory locked, addresses known; nothing is started. Then Up
+(start.py): servers, learner and data workers are there and checked. Then, once for each learner,
+Attempt (attempt.py): what makes updates with it.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStac
     fleets = _fleets_of(ready)
     closed(partial(_close_fleets, fleets))
     evaluations = evaluations_before(config, ready.prepared, fleets, say)
-    ready.summary.follow(lambda: summary_of(evaluations, None))
+    ready.summary.follow("evaluations before", lambda: summary_of(evaluations, None))
     say(*(f"note: {line}" for line in ready.prepared.notes))
     if ready.machines.starts:
         await _start_and_connect(ready, fleets)
@@ -68,7 +68,7 @@ async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStac
         config, fleets, supervisor, ready.processes, entrance.new, sampling.part_with, say
     )
     up = Up(fleets, workers, supervisor, elastic, guard, sampling, evaluations, checks)
-    ready.summary.follow(partial(_figures, ready, up))
+    ready.summary.follow("up", partial(_figures, ready, up))
     closed(lambda: sampling.close(elastic.outliving))
     return up
 

@@ -17,18 +17,21 @@ class RunSummary:
     """Collects the figures of a run from its stages, each of which adds its own once it exists."""
 
     def __init__(self) -> None:
-        self._figures: list[Callable[[], Mapping[str, Any]]] = []
+        self._figures: dict[str, Callable[[], Mapping[str, Any]]] = {}
 
-    def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
-        """Ask `figures` when the run ends; its keys take the place of those followed before."""
-        self._figures.append(figures)
+    def follow(self, stage: str, figures: Callable[[], Mapping[str, Any]]) -> None:
+        """Ask `figures` when the run ends; its keys take the place of those of earlier stages.
+
+        Of a stage that comes again, such as an attempt, only the last one is asked, and kept.
+        """
+        self._figures[stage] = figures
 
     def write(
         self, path: Path, status: str, cause: str | None, say: Callable[..., None]
     ) -> str | None:
         """Write the summary; return None, or why it could not be written."""
         summary: dict[str, Any] = {"status": status, "cause": cause}
-        for figures in self._figures:
+        for figures in self._figures.values():
             summary |= figures()
         try:
             write_json(path, summary)
