@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from functools import partial
 
 from megatron_opd.checkpoint.claimant import Claimant
-from megatron_opd.config.roles import STUDENT, Role, section_of
+from megatron_opd.config.roles import Role, section_of
 from megatron_opd.config.rules import keyless_problem
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import is_local_url
@@ -58,9 +58,7 @@ class Entrance:
         if key is None and not (config.security.insecure or is_local_url(url)):
             raise UserError(keyless_problem(role, url))
         suits = partial(check_joiner, config, self._prepared, role, fleet) if new else None
-        vocab_size = self._prepared.vocab_sizes[role]
-        trained = self._prepared.student.spec if role == STUDENT else None
-        model = ServedModel(vocab_size, self._prepared.ends[role], trained)
+        model = ServedModel.of(self._prepared, role)
         client = await take_in(config, role, fleet, url, key, model, self._claimant, suits)
         if new:
             self._joined.add((role, url))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_opd.checkpoint.claimant import Claimant
-from megatron_opd.config.roles import Role, section_of
+from megatron_opd.config.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.data.end_tokens import EndTokens
@@ -16,6 +16,7 @@ from megatron_opd.fleet.clients import make_client
 from megatron_opd.fleet.guards import RunGuard, watched_engines
 from megatron_opd.inputs.models import check_ends
 from megatron_opd.inputs.notes import served_gaps
+from megatron_opd.inputs.prepare import Prepared
 from megatron_opd.launch.health import HealthGuard
 from megatron_opd.launch.joining import StartingPart, all_of, answers, there
 from megatron_opd.launch.processes import Processes
@@ -142,6 +143,12 @@ class ServedModel:
     vocab_size: int
     ends: EndTokens
     trained: ModelSpec | None = None
+
+    @classmethod
+    def of(cls, prepared: Prepared, role: Role) -> ServedModel:
+        """Return what a role's servers must serve in a run."""
+        trained = prepared.student.spec if role == STUDENT else None
+        return cls(prepared.vocab_sizes[role], prepared.ends[role], trained)
 
 
 def check_served(

@@ -31,6 +31,7 @@ class OwnedDirectory:
         say: Callable[..., None],
     ) -> None:
         self._config, self._template = config, template
+        self._run_dir = RunDir(config.run.dir)
         self._resumed, self._say = resumed, say
         self.claimant = claimant_of("run", config.run.dir)
         self.taken = False
@@ -41,22 +42,22 @@ class OwnedDirectory:
             return
         config, resumed = self._config, self._resumed
         if resumed is None:
-            run_dir = prepare_run_dir(config.run.dir, config)
+            prepare_run_dir(config.run.dir, config)
         else:
             self._say(*resumed.notes)
             rows = rows_of(resumed.evaluations)
-            run_dir = reopen_run_dir(config, resumed.state.updates, resumed.changes, rows)
+            reopen_run_dir(config, resumed.state.updates, resumed.changes, rows)
         self.taken = True
-        write_synced(run_dir.template, json.dumps(self._template.as_json()))
-        self.claimant.keep(run_dir.path)
+        write_synced(self._run_dir.template, json.dumps(self._template.as_json()))
+        self.claimant.keep(self._run_dir.path)
 
     def see_logs(self) -> str:
         """Return what follows a line that tells why the run failed."""
-        return f"; logs are in {RunDir(self._config.run.dir).logs}" if self.taken else ""
+        return f"; logs are in {self._run_dir.logs}" if self.taken else ""
 
     def keep_traceback(self, error: BaseException) -> str:
         """Keep a traceback; return where. Before the directory is this run's, the logs are not."""
         if not self.taken:
             traceback.print_exception(error)
             return "its traceback is above"
-        return kept_traceback(error, RunDir(self._config.run.dir).logs / "controller.log")
+        return kept_traceback(error, self._run_dir.logs / "controller.log")

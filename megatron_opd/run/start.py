@@ -141,9 +141,7 @@ async def _wait_for_others(ready: Ready, fleets: Fleets) -> None:
 
 async def join(ready: Ready, role: Role, fleet: Fleet, wait_s: float = 0.0) -> None:
     """Ask a role's servers what they are, and claim them. Raises UserError."""
-    prepared, claimant = ready.prepared, ready.directory.claimant
-    trained = prepared.student.spec if role == STUDENT else None
-    model = ServedModel(prepared.vocab_sizes[role], prepared.ends[role], trained)
+    model, claimant = ServedModel.of(ready.prepared, role), ready.directory.claimant
     used = ready.used(role)
     notes = await join_role(ready.config, role, fleet, model, claimant, wait_s, used=used)
     ready.say(*(f"note: {line}" for line in notes))
