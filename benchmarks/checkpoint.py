@@ -65,7 +65,7 @@ def rank_main(base: Path) -> None:
         learner.train(batch, Estimator(), 1.0)
 
     def save(*, in_background: bool) -> None:
-        learner.settle_weights()
+        learner.finish_param_gather()
         state.save(path, 1, in_background=in_background)
 
     def clear() -> None:

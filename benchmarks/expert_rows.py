@@ -19,7 +19,8 @@ from unittest import mock
 import torch
 
 from sglang_bridge import wire
-from sglang_bridge.server import compat, routing
+from sglang_bridge.server import routing
+from sglang_bridge.server.compat import batches
 from sglang_bridge.server.routing import ExpertRecord, Experts
 
 BATCHES = (32, 256)
@@ -32,7 +33,7 @@ def measure() -> dict[str, Any]:
     """Milliseconds of CPU time a step, by batch and way."""
     torch.set_num_threads(1)
     stored = torch.randint(EXPERTS, (POOL, LAYERS, TOPK), dtype=torch.int32)
-    with mock.patch.object(compat, "routed_experts", lambda slots: stored[slots].numpy()):
+    with mock.patch.object(batches, "routed_experts", lambda slots: stored[slots].numpy()):
         entries = [_compared(batch) for batch in BATCHES]
     return {"layers": LAYERS, "topk": TOPK, "steps": STEPS, "entries": entries}
 
@@ -42,19 +43,19 @@ def _compared(size: int) -> dict[str, Any]:
         "by_step": by_step,
         "by_request": by_request,
     }
-    batches = {name: _batch(size) for name in ways}
+    made = {name: _batch(size) for name in ways}
     times_ms: dict[str, list[float]] = {name: [] for name in ways}
     for step in range(WARM_UP + STEPS):
         out_cache_loc = torch.randint(POOL, (size,))
         commits = [SimpleNamespace(output_index=step)] * size
         for name, way in ways.items():
-            batches[name].out_cache_loc = out_cache_loc
+            made[name].out_cache_loc = out_cache_loc
             started = time.thread_time()
-            way(batches[name], commits)
+            way(made[name], commits)
             if step >= WARM_UP:
                 times_ms[name].append(1e3 * (time.thread_time() - started))
     kept = [
-        [bytes(compat.find_record(req, routing.RECORD).rows) for req in batches[name].reqs]
+        [bytes(batches.find_record(req, routing.RECORD).rows) for req in made[name].reqs]
         for name in ways
     ]
     if kept[0] != kept[1]:
@@ -86,6 +87,6 @@ def by_request(batch: Any, commits: list[Any]) -> None:
     """Slots and rows of every request for themselves."""
     slots = torch.cat([batch.out_cache_loc[i : i + 1].to(torch.int64) for i in range(len(commits))])
     for i, (req, commit) in enumerate(zip(batch.reqs, commits, strict=True)):
-        record = compat.record_of(req, routing.RECORD, lambda: ExpertRecord(MODEL, num_prompt=1))
-        rows_XLk = compat.routed_experts(slots[i : i + 1])[:, list(MODEL.layers)]
+        record = batches.record_of(req, routing.RECORD, lambda: ExpertRecord(MODEL, num_prompt=1))
+        rows_XLk = batches.routed_experts(slots[i : i + 1])[:, list(MODEL.layers)]
         record.append(commit.output_index, rows_XLk.astype(MODEL.dtype))

@@ -18,7 +18,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,7 @@ from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.shares import Share
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner.devices import cpu
-from megatron_opd.learner.handing_out import broadcast, deal
+from megatron_opd.learner.share_broadcast import broadcast, deal
 from megatron_opd.learner.world import World, init_world
 from megatron_opd.records.types import Prompt, Rollout, Sample, VersionSpan
 from megatron_opd.transport.frames import to_frames
@@ -135,7 +135,7 @@ def handed_out(hand_out: Callable[[], list[Buffer]], world: World) -> dict[str, 
     return {"received_bytes": by_rank, "seconds": round(statistics.median(seconds), 4)}
 
 
-def measure(options: Sequence[str] = ()) -> dict[str, Any]:
+def measure() -> dict[str, Any]:
     """Return the entries of every layout."""
     return {
         "samples": SAMPLES,

@@ -21,21 +21,21 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import psutil
-
 from megatron_opd.config.load import load_config
 from megatron_opd.config.metrics import MetricsConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.data.prompts import load_prompts
 from megatron_opd.data.records import Columns
-from megatron_opd.inputs.models import ends_of, read_model
+from megatron_opd.inputs.model_facts import read_model
+from megatron_opd.inputs.models import ends_of
 from megatron_opd.inputs.tokenizers import load_tokenizer
 from megatron_opd.metrics.opd_health import measure as health_of
 from megatron_opd.records.types import Rollout
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.rollout.teacher_health import DRAWS, HealthProbe
+from megatron_opd.run.work_watch import server_cpu_s
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.ports import free_port
@@ -53,7 +53,7 @@ ROLES = ("student", "teacher")
 
 def measure() -> dict[str, Any]:
     """Both servers, a batch, and what scoring and measuring it cost."""
-    config = load_config(Config, CONFIG)
+    config = load_config(Config, CONFIG).model_copy(update={"metrics": SETTINGS})
     with ExitStack() as servers:
         scratch = Path(servers.enter_context(tempfile.TemporaryDirectory()))
         processes: dict[str, ServerProcess] = {}
@@ -84,18 +84,12 @@ async def _measured(config: Config, processes: dict[str, ServerProcess]) -> dict
         Fleet([ServerClient(urls["student"], timeout_s=120)]) as student,
         Fleet([ServerClient(urls["teacher"], timeout_s=120)]) as teacher,
     ):
-        generator = RolloutGenerator(
-            student, config.rollout, config.estimator.support, facts.vocab_size, "benchmark"
-        )
+        generator = RolloutGenerator(config, student, facts.vocab_size, "benchmark", ())
         batch = prompts[: config.buffer.batch_size]
         rollouts = await asyncio.gather(*map(generator.generate, batch))
-        teachers = {"teacher": teacher}
-        scorer = FleetScorer(
-            teachers, config.estimator, facts.vocab_size, config.scoring, "benchmark"
-        )
-        probe = HealthProbe(
-            *(student, teachers, SETTINGS, (1.0, 1.0), ends, facts.vocab_size, "benchmark")
-        )
+        fleets = {"student": student, "teacher": teacher}
+        scorer = FleetScorer(config, fleets, facts.vocab_size, "benchmark")
+        probe = HealthProbe(config, fleets, facts.vocab_size, ends)
         chosen = rollouts[: SETTINGS.health_samples]
         slots = asyncio.Semaphore(config.scoring.concurrency)
 
@@ -135,14 +129,14 @@ async def _in_turn(
     cpu = {name: dict.fromkeys(processes, 0.0) for name in works}
     for turn in range(WARM_UP + ROUNDS):
         for name, work in works.items():
-            before = {role: _cpu_s(process) for role, process in processes.items()}
+            before = {role: server_cpu_s(process) for role, process in processes.items()}
             began_s = time.perf_counter()
             await work()
             if turn < WARM_UP:
                 continue
             seconds[name].append(time.perf_counter() - began_s)
             for role, process in processes.items():
-                cpu[name][role] += (_cpu_s(process) - before[role]) / ROUNDS
+                cpu[name][role] += (server_cpu_s(process) - before[role]) / ROUNDS
     return {
         name: {
             "seconds_median": median(seconds[name]),
@@ -162,9 +156,3 @@ def _percent(costs: dict[str, Any], every: int) -> dict[str, float]:
         / sum(scoring["cpu_s_mean"].values()),
     }
     return {name: round(100 * part / every, 2) for name, part in parts.items()}
-
-
-def _cpu_s(server: ServerProcess) -> float:
-    root = psutil.Process(server.pid)
-    times = [process.cpu_times() for process in (root, *root.children(recursive=True))]
-    return sum(each.user + each.system for each in times)

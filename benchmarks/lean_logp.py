@@ -24,6 +24,7 @@ import torch.nn.functional as F
 
 from megatron_opd.losses.blocks import default_block
 from megatron_opd.losses.lean import lean_logp
+from megatron_opd.losses.passes import HeadSlice
 from megatron_opd.losses.vocab_parallel import gather_logp
 
 THREADS, REPEATS = 2, 5
@@ -82,14 +83,15 @@ def dense(inputs: Inputs) -> None:
 
 def lean(inputs: Inputs) -> None:
     """As in the learner without logits."""
-    found = lean_logp(inputs.hidden_TH, inputs.weight_VH, inputs.row_N, inputs.id_N)
+    head = HeadSlice(inputs.weight_VH)
+    found = lean_logp(inputs.hidden_TH, head, inputs.row_N, inputs.id_N)
     found.logp_N.backward(inputs.grad_N)
 
 
 def lean_eager(inputs: Inputs) -> None:
     """The same a block at a time, where kernels would be used."""
-    block = default_block(inputs.hidden_TH)
-    found = lean_logp(inputs.hidden_TH, inputs.weight_VH, inputs.row_N, inputs.id_N, block=block)
+    head, block = HeadSlice(inputs.weight_VH), default_block(inputs.hidden_TH)
+    found = lean_logp(inputs.hidden_TH, head, inputs.row_N, inputs.id_N, block=block)
     found.logp_N.backward(inputs.grad_N)
 
 

@@ -32,6 +32,7 @@ from typing import Any
 import yaml
 
 from harness.case_rows import say
+from harness.run_dirs import summary_of
 from harness.small_run import problems, small
 
 UPDATES = 6
@@ -112,7 +113,7 @@ def run_case(case: Case, folder: Path) -> Tree:
         start_s, peak = watch(process, own / "run" / "config.resolved.yaml", began)
     if process.returncode:
         raise RuntimeError(f"{case.name} failed: {log.read_text(errors='replace')[-2000:]}")
-    summary = json.loads((own / "run" / "summary.json").read_text())
+    summary = summary_of(own / "run")
     row = {
         "rows": rows,
         "file_bytes": (own / "train.jsonl").stat().st_size,

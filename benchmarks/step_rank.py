@@ -43,12 +43,12 @@ def run_case(file: Path) -> None:
             for index in range(shape.samples)
         ]
         batch = share(samples, config, learner.world.data_rank, update)
-        _settle(learner)
+        _synchronize(learner)
         if update == case["warm_up"]:
             _forget_peak(learner)
         began = time.perf_counter()
         metrics.append(learner.train(batch, Estimator(), 1.0))
-        _settle(learner)
+        _synchronize(learner)
         seconds.append(time.perf_counter() - began)
         if learner.world.rank == 0:
             print(f"  update {update}: {seconds[-1]:.3f} s", file=sys.stderr, flush=True)
@@ -59,7 +59,7 @@ def run_case(file: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def _settle(learner: MegatronLearner) -> None:
+def _synchronize(learner: MegatronLearner) -> None:
     """Wait for the device and the other ranks: a clock read before has seen no kernel finish."""
     torch.distributed.barrier()
     if learner.world.device.type == "cuda":

@@ -25,10 +25,10 @@ from typing import Any
 from harness.tree import ROOT
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec, read_model_spec
-from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, plan_sync, room_of
+from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, SyncSettings, plan_sync
 from megatron_opd.weight_sync.sizes import GB, sync_sizes
 from sglang_bridge.weights.formats import PLAIN_BYTES
-from sglang_bridge.weights.schedule import Bucket, Onward, SlicePlace, incoming
+from sglang_bridge.weights.message_order import Bucket, Onward, SlicePlace, incoming
 from sglang_bridge.weights.share import decode_share
 
 MODELS = ROOT / "examples" / "cluster" / "models"
@@ -93,10 +93,10 @@ def figures(case: Case, spec: ModelSpec, config: Config) -> Tree:
     """Return the bytes and seconds of one case."""
     sizes = sync_sizes(config, spec)
     layouts = [ServerLayout(case.tp, config.student.ep)] * case.servers
-    learner, room = config.learner, room_of(config.weight_sync, "bfloat16", None)
+    learner, settings = config.learner, SyncSettings.of(config.weight_sync, "bfloat16", None)
     urls = [f"http://host-{index:03}:30000" for index in range(case.servers)]
     clock = [time.perf_counter()]
-    plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, room)
+    plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, settings)
     clock.append(time.perf_counter())
     plan.outgoing(0, staged=False)
     clock.append(time.perf_counter())

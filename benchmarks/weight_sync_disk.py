@@ -91,7 +91,7 @@ def rank_main(model: Path, rate: float, scratch: Path) -> None:
             ]
             batch = share(samples, config.learner, learner.world.data_rank, update - 1)
             learner.train(batch, Estimator(), 1.0)
-        learner.settle_weights()
+        learner.finish_param_gather()
         began = time.perf_counter()
         before, name = name, version_name(update, update)
         ask(Write(name, update, update == 0, before))

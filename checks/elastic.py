@@ -17,7 +17,6 @@ share the machine's cores.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -28,6 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.run_dirs import summary_of, updates_of
 from sglang_bridge.ports import free_port
 
 DEMO = "examples/arithmetic/demo.yaml"
@@ -66,8 +66,8 @@ class Scene:
         """All phases, then the end; nothing is left running."""
         try:
             self._start("run", "run", DEMO, *_sets({"run.dir": str(self.dir), **SETTINGS}))
-            self._wait(lambda: len(self._rows()) > 1)
-            (own,) = _serving(self._rows()[-1])
+            self._wait(lambda: len(updates_of(self.dir)) > 1)
+            (own,) = _serving(updates_of(self.dir)[-1])
             phases = {"1 server (control)": self._phase({own}, count)}
             ports = [free_port() for _ in range(2)]
             joiners = [f"http://127.0.0.1:{port}" for port in ports]
@@ -101,13 +101,13 @@ class Scene:
         """Figures of so many updates, the first of them after all of `urls` have sampled."""
 
         def complete() -> bool:
-            row = self._rows()[-1]
+            row = updates_of(self.dir)[-1]
             return _serving(row) == urls and all(row["servers"][u]["tokens"] for u in urls)
 
         self._wait(complete)
-        first = len(self._rows())
-        self._wait(lambda: len(self._rows()) >= first + count)
-        before, rows = self._rows()[first - 1], self._rows()[first : first + count]
+        first = len(updates_of(self.dir))
+        self._wait(lambda: len(updates_of(self.dir)) >= first + count)
+        before, *rows = updates_of(self.dir)[first - 1 : first + count]
         seconds = rows[-1]["unix_time_s"] - before["unix_time_s"]
         for row in rows:
             if _serving(row) != urls:
@@ -143,7 +143,7 @@ class Scene:
 
     def _change(self, action: str, url: str) -> bool:
         """Call `opd fleet`; False: it was refused."""
-        began_s, updates = time.monotonic(), len(self._rows())
+        began_s, updates = time.monotonic(), len(updates_of(self.dir))
         done = subprocess.run(
             [*OPD, "fleet", action, str(self.dir), url], capture_output=True, text=True, check=False
         )
@@ -153,7 +153,7 @@ class Scene:
         return done.returncode == 0
 
     def _summary(self) -> Tree:
-        found = json.loads((self.dir / "summary.json").read_text())
+        found = summary_of(self.dir)
         admitted, consumed = found["samples_admitted"], found["samples_consumed"]
         drops, left = sum(found["samples_dropped"].values()), found["samples_in_flight"]
         if admitted != consumed + drops + left:
@@ -165,11 +165,6 @@ class Scene:
         keys = ("samples_admitted", "samples_consumed", "samples_in_flight", "samples_dropped")
         more = ("samples_readmitted", "servers_added", "servers_removed", "learner_restarts")
         return {key: found[key] for key in (*keys, *more)}
-
-    def _rows(self) -> list[Tree]:
-        metrics = self.dir / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def _start(self, name: str, *arguments: str) -> None:
         with (self.root / f"{name}.log").open("wb") as log:

@@ -12,7 +12,6 @@ and not made again.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -23,6 +22,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from harness.run_dirs import summary_of
 from megatron_opd.cli.commands.compare import read_rows
 from megatron_opd.metrics.compare import RunComparison, compare_rows
 
@@ -41,10 +41,7 @@ def measure() -> dict[str, Any]:
     killed, resumed_at = run_killed("killed", DETERMINISTIC)
     elsewhere = run("elsewhere", DETERMINISTIC | OTHER_FLEET)
     free = [run(name, CHECKPOINTS) for name in ("free-1", "free-2")]
-    summaries = {
-        run_dir.name: json.loads((run_dir / "summary.json").read_text())
-        for run_dir in (whole, killed, elsewhere, *free)
-    }
+    summaries = {run_dir.name: summary_of(run_dir) for run_dir in (whole, killed, elsewhere, *free)}
     keys = ("student_accuracy_after_pct", "staleness_mean_versions", "train_tokens_per_s")
     return {
         "config": str(DEMO),
@@ -91,7 +88,7 @@ def first_of(found: RunComparison) -> int | None:
 def run(name: str, overrides: dict[str, str]) -> Path:
     """One run to its end."""
     run_dir = OUT / name
-    if not (run_dir / "summary.json").exists():
+    if not summary_of(run_dir):
         process = start(run_dir, overrides, "--overwrite")
         finish(process, run_dir)
     return run_dir
@@ -100,14 +97,14 @@ def run(name: str, overrides: dict[str, str]) -> Path:
 def run_killed(name: str, overrides: dict[str, str]) -> tuple[Path, list[int]]:
     """One run that is killed and resumed; where it went on from."""
     run_dir = OUT / name
-    if not (run_dir / "summary.json").exists():
+    if not summary_of(run_dir):
         option = "--overwrite"
         for updates in KILLED_AT:
             process = start(run_dir, overrides, option)
             kill_after(process, run_dir, updates)
             option = "--resume"
         finish(start(run_dir, overrides, option), run_dir)
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = summary_of(run_dir)
     return run_dir, summary["resumed_at_updates"]
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from checks.pictures import report_pictures, watch_pictures
+from harness.run_dirs import summary_of
 from tests.support.browser import chromium, tab, watching
 from tests.support.wandb_files import recorded
 
@@ -55,7 +56,7 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     given = parser.parse_args(list(options))
     watched = None if given.finished else run_and_watch(given.out, given.pictures)
     report = show_report(given.out, given.pictures)
-    summary = json.loads((given.out / "summary.json").read_text(encoding="utf-8"))
+    summary = summary_of(given.out)
     figures = {
         "status": summary["status"],
         **{key: summary[key] for key in ("wall_s", "updates", "evaluations_skipped")},

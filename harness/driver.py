@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib
 import inspect
 import json
@@ -46,8 +47,9 @@ def table(package: str) -> dict[str, str]:
 
 def main(package: str, arguments: Sequence[str] | None = None) -> int:
     """Entry point of `python -m PACKAGE`; returns the exit code."""
-    parser = argparse.ArgumentParser(prog=f"python -m {package}")
+    parser = argparse.ArgumentParser(prog=f"python -m {package}", add_help=False)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(cases(package)))
+    parser.add_argument("-h", "--help", action="store_true", help="of this, or of the one NAME")
     parsed, options = parser.parse_known_args(arguments)
     for name in parsed.names:
         homes = [each for each in PACKAGES if name in cases(each)]
@@ -57,6 +59,9 @@ def main(package: str, arguments: Sequence[str] | None = None) -> int:
             command = " ".join(["python -m", homes[0], name, *options])
             print(f"{name} is one of the {homes[0]}: {command}", file=sys.stderr)
             return 2
+    if parsed.help:
+        show_help(package, parsed.names, parser)
+        return 0
     if options and len(parsed.names) != 1:
         parser.error(f"options {options} need one NAME that takes them")
     if not parsed.names:
@@ -64,6 +69,18 @@ def main(package: str, arguments: Sequence[str] | None = None) -> int:
             print(f"{name:20} {line}")
     failed = [name for name in parsed.names if not succeeds(package, name, options, parser)]
     return int(bool(failed))
+
+
+def show_help(package: str, names: Sequence[str], parser: argparse.ArgumentParser) -> None:
+    """Print how to call this program; of cases, what each measures and which options it takes."""
+    if not names:
+        parser.print_help()
+    for name in names:
+        case = importlib.import_module(f"{package}.{name}")
+        print(inspect.getdoc(case))
+        if "options" in inspect.signature(case.measure).parameters:
+            with contextlib.suppress(SystemExit):  # argparse ends where it has shown help
+                case.measure(["--help"])
 
 
 def succeeds(

@@ -5,13 +5,35 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TypeVar
+
+import psutil
 
 OPD = "megatron_opd"
+Given, Found = TypeVar("Given"), TypeVar("Found")
 END_S = 60.0
 """Longest wait in seconds for a process that was asked to end."""
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used, user and system."""
+    times = psutil.Process(pid).cpu_times()
+    return times.user + times.system
+
+
+def mapped(
+    function: Callable[[Given], Found], each: Sequence[Given], jobs: int, chunk: int
+) -> Iterator[Found]:
+    """What a function makes of each, in order, by so many processes; 1: by this one."""
+    if jobs == 1:
+        yield from map(function, each)
+        return
+    with ProcessPoolExecutor(jobs) as pool:
+        yield from pool.map(function, each, chunksize=chunk)
 
 
 @contextmanager

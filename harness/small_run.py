@@ -23,7 +23,7 @@ def problems(first: int, count: int = ROWS) -> list[Tree]:
     return [{"prompt": row["prompt"], "answer": row["answer"]} for row in rows]
 
 
-def small(data: Tree, **sections: Any) -> Tree:
+def small(data: Tree, **sections: Tree) -> Tree:
     """Return the demo's configuration, cut to a few updates, with other data."""
     tree: Tree = yaml.safe_load((EXAMPLE / "demo.yaml").read_text(encoding="utf-8"))
     tree["run"] |= {"max_steps": UPDATES}

@@ -29,6 +29,17 @@ class PartGone(RuntimeError):
     """Reports in one line that a part is gone while the controller's loops do not run."""
 
 
+class LearnerError(RuntimeError):
+    """Reports in one line that the learner failed or did not answer in time.
+
+    final: another learner would fail in the same way.
+    """
+
+    def __init__(self, message: str, *, final: bool = True) -> None:
+        super().__init__(message)
+        self.final = final
+
+
 def kept_traceback(error: BaseException, log: Path) -> str:
     """Write the traceback of an error; return where it is, or why not."""
     try:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
-from sglang_bridge import sizes, wire
+from sglang_bridge import wire
 from sglang_bridge.claims import Claim, Lease
 from sglang_bridge.deadlines import Deadlines
 from sglang_bridge.errors import BridgeError, ServerRefused
@@ -56,6 +56,8 @@ ALIVE_TIMEOUT_S = 5.0
 INFO_TIMEOUT_S = 60.0
 # For requests that change or report a server's state: a run ends when one fails for good.
 CONTROL_BACKOFF = Backoff(attempts=4, first_wait_s=0.25)
+# The largest reply about digests: every slice of every weight of every rank, 200 bytes each.
+DIGEST_BYTES = 256 << 20
 # between two questions whether the ranks are done with what they do beside sampling
 POLL_S = 0.05
 BAD_REQUEST = 400
@@ -134,7 +136,7 @@ class ServerClient:
     async def generate(self, request: RolloutRequest) -> RolloutReply:
         """Samples one completion, in one try: a second one would be another sample."""
         body = encode_rollout(request)
-        reply = await self._work(request.rid, body, sizes.rollout_bytes(request))
+        reply = await self._work(request.rid, body, request.reply_bytes)
         return parse_rollout(self.url, reply, request, self.known)
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
@@ -146,7 +148,7 @@ class ServerClient:
             return empty_scores(request)
         # A name of its own: the server may still be busy with an earlier try.
         rid = f"{request.rid}-{next(self._numbers)}."
-        reply = await self._work(rid, encode_score(rid, request), sizes.score_bytes(request))
+        reply = await self._work(rid, encode_score(rid, request), request.reply_bytes)
         return parse_scores(self.url, reply, request, self.known)
 
     async def _work(self, rid: str, body: bytes, max_bytes: int) -> Any:
@@ -385,7 +387,7 @@ class ServerClient:
             {"action": action},
             repeatable=repeatable,
             timeout_s=timeout_s,
-            max_bytes=sizes.DIGEST_BYTES,
+            max_bytes=DIGEST_BYTES,
         )
 
     async def _get(self, path: str, timeout_s: float | None = None) -> Any:

@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from sglang_bridge import wire
 from sglang_bridge.cutoff import Cutoff
 from sglang_bridge.errors import BridgeError, ServerUnreachable
 from sglang_bridge.protocol import Progress
@@ -109,7 +110,7 @@ class Deadlines:
         cause = TimeoutError(f"no progress for {self._limit_s:g} s, request_timeout_s")
         stalled = held.silent_s < self._limit_s / 2
         raise ServerUnreachable(
-            self._url, "/generate", str(cause), sent=True, stalled=stalled
+            self._url, wire.WORK_ROUTE, str(cause), sent=True, stalled=stalled
         ) from cause
 
     async def close(self) -> None:

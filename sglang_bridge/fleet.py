@@ -18,6 +18,7 @@ from sglang_bridge.errors import (
     BadReply,
     BridgeError,
     RankFailed,
+    ServerUnreachable,
     WeightSyncFailed,
 )
 from sglang_bridge.members import Member, Members, State
@@ -30,7 +31,7 @@ from sglang_bridge.protocol import (
     ServerInfo,
     WeightPiece,
 )
-from sglang_bridge.retry import is_lost_connection, is_transient, is_unanswered
+from sglang_bridge.retry import is_lost_connection, is_transient
 
 Reply = TypeVar("Reply")
 
@@ -198,13 +199,13 @@ class Fleet:
         self._sync_begun = True
 
     @property
-    def is_stranded(self) -> bool:
+    def none_serves(self) -> bool:
         """Returns whether no server gives answers, and one that was added waits for weights."""
-        return self._members.is_stranded
+        return self._members.none_serves
 
-    async def stranded(self) -> None:
+    async def until_none_serves(self) -> None:
         """Returns once that is so."""
-        await self._members.stranded()
+        await self._members.until_none_serves()
 
     async def hung(self, url: str) -> None:
         """Returns once requests showed that a server hangs; never if it is not there."""
@@ -248,7 +249,7 @@ class Fleet:
         except BridgeError as error:
             if is_transient(error):
                 member.rest(unreachable=is_lost_connection(error))
-            if is_unanswered(error):
+            if isinstance(error, ServerUnreachable):
                 self.restarted += 1
                 self.timed_out += not is_lost_connection(error)
             raise
@@ -327,7 +328,7 @@ class Fleet:
         """Leaves the group on every server (see ServerClient.destroy_weights_group)."""
         await self._everywhere(lambda client: client.destroy_weights_group(name))
 
-    async def settle(self, limit_s: float) -> dict[str, str]:
+    async def abandon_weight_update(self, limit_s: float) -> dict[str, str]:
         """Pauses every server and closes what a failed weight sync left open on it.
 
         Returns {url: why} of the servers that refuse or do not answer within `limit_s`.

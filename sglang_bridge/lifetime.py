@@ -6,14 +6,18 @@ import ctypes
 import os
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 PARENT_VARIABLE = "MEGATRON_OPD_PARENT"
 """Environment variable with the parent's process id, so that a child notices a parent that ended
 while the child's Python was still starting."""
 EXIT_LOST = 3
 """What a rank exits with because its controller, or the way to it, is gone."""
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)  # opened here, as a fork of a program with threads may call it
+_ADOPTING = threading.Lock()
 
 
 def die_with_parent() -> None:
@@ -37,3 +41,14 @@ def signal_at_end_of_parent(number: int) -> None:
     A parent that ended before the call is not noticed: compare os.getppid().
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+
+
+@contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Lets Linux make this process, meanwhile, the parent of those below it that lose theirs."""
+    with _ADOPTING:
+        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            yield
+        finally:
+            _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 0)

@@ -224,13 +224,13 @@ class Members:
             self._notify()
 
     @property
-    def is_stranded(self) -> bool:
+    def none_serves(self) -> bool:
         """Returns whether no server gives answers, and one waits to be let in."""
         return bool(self._waiting) and not self._serving()
 
-    async def stranded(self) -> None:
+    async def until_none_serves(self) -> None:
         """Returns once that is so."""
-        await self._until(lambda: self.is_stranded)
+        await self._until(lambda: self.none_serves)
 
     async def next(self, *, evaluates: bool = False) -> Member:
         """Returns who gets the next request, the least loaded; waits until there is one.

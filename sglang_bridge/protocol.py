@@ -19,6 +19,19 @@ from sglang_bridge.columns import DrawColumns
 MAX_DRAWS = 64
 MAX_ATOMS = 8192  # whole distributions are for small vocabularies: 12 bytes an id and token
 
+# How large a reply may be. Generous: a sound server's is a fraction of it, and a flood is cut long
+# before it fills the memory.
+# The envelope: names, finish reason, version spans.
+BASE_BYTES = 1 << 20
+# A token: its id, its row's length and path, its log-prob (12), and columns to come.
+TOKEN_BYTES = 1 << 8
+# An id: id, weight, log-prob (12), rounded up.
+ID_BYTES = 16
+# The experts of an input: 256 layers of 16 two-byte numbers.
+EXPERT_BYTES = 8 << 10
+# Their weights, of four bytes each.
+GATE_BYTES = 16 << 10
+
 IntArray = npt.NDArray[np.int32]
 OffsetArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
@@ -115,6 +128,14 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True):
         """Returns whether the cache holds more than the path."""
         return self.num_atoms > 0 or self.num_draws > 0
 
+    @property
+    def reply_bytes(self) -> int:
+        """Returns the largest size of a reply: no more of it is read."""
+        row = self.num_atoms + self.num_draws + 1
+        size = BASE_BYTES + self.max_new_tokens * (TOKEN_BYTES + row * ID_BYTES)
+        inputs = len(self.input_ids) + self.max_new_tokens
+        return size + inputs * (EXPERT_BYTES * self.experts + GATE_BYTES * self.gates)
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutReply:
@@ -181,6 +202,13 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     def selects(self) -> bool:
         """Returns whether the reply has to hold a Selection."""
         return self.num_atoms > 0 or self.num_draws > 0
+
+    @property
+    def reply_bytes(self) -> int:
+        """Returns the largest size of a reply: no more of it is read."""
+        row = self.num_atoms + self.num_draws
+        rows = self.num_tokens * (TOKEN_BYTES + row * ID_BYTES)
+        return BASE_BYTES + rows + len(self.ids_N) * ID_BYTES
 
 
 @dataclass(frozen=True, slots=True)

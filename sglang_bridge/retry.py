@@ -74,9 +74,12 @@ def is_lost_connection(error: BridgeError) -> bool:
     return isinstance(error, ServerUnreachable) and not (error.sent and error.timed_out)
 
 
-def is_unanswered(error: BridgeError) -> bool:
-    """Returns whether no answer came: the connection failed or broke, or there was no progress."""
-    return isinstance(error, ServerUnreachable)
+def is_unserved(error: BridgeError) -> bool:
+    """Returns whether a request that nothing is wrong with may be served later, or elsewhere.
+
+    Not what a server gave up: it did so for the request's own sake, or because it was told to.
+    """
+    return is_transient(error) and not isinstance(error, RequestAborted)
 
 
 def is_unsent(error: BridgeError) -> bool:

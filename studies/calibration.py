@@ -28,11 +28,13 @@ from typing import Any
 
 import msgspec
 
+from harness.case_rows import run_commits
+from harness.run_dirs import summary_of
 from harness.tree import RESULTS
 from megatron_opd.sim.calibration import calibrate, config_of, staleness_distance
 from megatron_opd.sim.costs import Costs, Lengths
 from megatron_opd.sim.world import simulate
-from studies.grid.trials import Launch, launch, run_commits, run_trials
+from studies.grid.trials import Launch, launch, run_trials
 from studies.schedules import COMPARED, SEEDS, prepare, trials
 
 RUNS = Path("runs") / "calibration"
@@ -75,7 +77,7 @@ def measure(options: Sequence[str] = (), *, launch: Launch = launch, out: Path =
 
 def compared(run_dir: Path, costs: Costs, lengths: Lengths, limit: float) -> Tree:
     """Simulate a recorded run's configuration; what was recorded, what is predicted."""
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = summary_of(run_dir)
     outcome = simulate(config_of(run_dir), costs, lengths)
     recorded = summary["train_tokens_per_s"]
     assert outcome.tokens_per_s is not None

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.data.prompts import load_prompts
 from megatron_opd.data.records import Columns
-from megatron_opd.inputs.models import read_model
+from megatron_opd.inputs.model_facts import read_model
 from megatron_opd.inputs.tokenizers import load_tokenizer
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.types import FloatArray, Prompt

@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.run_dirs import summary_of
+
 DEMO = Path("examples/arithmetic/demo.yaml")
 OUT = Path("runs/ratios")
 SETTINGS: dict[str, dict[str, str]] = {
@@ -55,10 +57,9 @@ def figures(name: str, seed: int, out: Path) -> Row:
     """One run: what it learnt, and its ratios."""
     run_dir = out / f"{name}-{seed}"
     rows_file = out / f"{name}-{seed}.jsonl"
-    summary_file = run_dir / "summary.json"
-    if not summary_file.exists() or json.loads(summary_file.read_text())["status"] != "finished":
+    if summary_of(run_dir).get("status") != "finished":
         launch(name, seed, run_dir, rows_file)
-    summary = json.loads(summary_file.read_text())
+    summary = summary_of(run_dir)
     rows = [json.loads(line) for line in rows_file.open(encoding="utf-8")]
     keys = ("commit", "student_accuracy_after_pct", "ratio_p99", "ratio_max")
     keys += ("staleness_max_versions",)

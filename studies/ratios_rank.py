@@ -35,10 +35,10 @@ class Recorder:
         self._micro: DistilMicro | None = None
         self._original = learner.distil_loss
 
-    def distil_loss(self, out_1s: torch.Tensor, micro: DistilMicro, **rest: Any) -> Any:
+    def distil_loss(self, out_1s: torch.Tensor, micro: DistilMicro, *more: Any, **rest: Any) -> Any:
         """The loss itself; remembers the micro-batch whose cache comes next."""
         self._micro = micro
-        return self._original(out_1s, micro, **rest)
+        return self._original(out_1s, micro, *more, **rest)
 
     def evaluate(self, estimator: Estimator, cache: Cache) -> Evaluation:
         """The loss on the cache; writes its shares."""

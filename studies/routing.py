@@ -14,7 +14,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from studies.grid.trials import Launch, Trial, launch, run_commits, run_trials
+from harness.case_rows import run_commits
+from studies.grid.trials import Launch, Trial, launch, run_trials
 
 CONFIG = Path("examples/arithmetic/demo.yaml")
 OUT = Path("runs/routing")

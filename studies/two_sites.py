@@ -24,6 +24,7 @@ from typing import Any
 
 from harness.case_rows import say
 from harness.processes import END_S, ended, started
+from harness.run_dirs import summary_of
 
 Tree = dict[str, Any]
 SITES, DEMO = Path("examples/sites/two_sites.yaml"), Path("examples/arithmetic/demo.yaml")
@@ -85,11 +86,6 @@ def figures(run_dir: Path) -> Tree:
         "status": summary["status"],
         "accuracy": evaluated(run_dir / "checkpoints" / "final"),
     }
-
-
-def summary_of(run_dir: Path) -> Tree:
-    """Return summary.json of a run."""
-    return json.loads((run_dir / "summary.json").read_text(encoding="utf-8"))
 
 
 def evaluated(model: Path) -> Tree:

@@ -35,6 +35,13 @@ PROGRAMS = (
     "torch.distributed.run",
     "torch._inductor.compile_fx",
     "networkx",
+    # what a Ray cluster starts on each machine
+    "ray._private.log_monitor",
+    "ray._private.runtime_env.agent.main",
+    "ray._private.workers.default_worker",
+    "ray.dashboard.agent",
+    "ray.dashboard.dashboard",
+    "ray.dashboard.modules.job.job_head",
 )
 STEP = 8  # modules that a worker takes at a time
 

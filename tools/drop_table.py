@@ -20,9 +20,11 @@ HEAD = """<!-- made by tools/drop_table.py from megatron_opd/records/drops.py --
 # Why samples are dropped
 
 A sample that cannot be learned from is dropped: its prompt's permit is free again, and the run goes
-on. A run none of whose samples can be used ends and says so. Each drop is counted by a word, in
-`dropped_samples` of every update and `samples_dropped` of `summary.json`; the first one of each
-word is on the terminal with its cause. `opd check` prints the words that a run can have.
+on. A run none of whose samples can be used ends and says so. `dropped_samples` of `metrics.jsonl`
+counts all drops so far, `samples_dropped` of `summary.json` each word; the first one of a word is
+on the terminal with its cause; `drop_reason` and `drop_detail` of `rollouts.jsonl` are those of one
+sample ([the record](watch.md#the-record-rolloutsjsonl)). `opd check` prints the words that a run
+can have.
 
 | word | meaning | where it happens often |
 |---|---|---|

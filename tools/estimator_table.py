@@ -239,7 +239,7 @@ def sections(tree: dict[str, Any]) -> dict[str, Any]:
     class Loose(Estimator):
         """Without the rules."""
 
-        def _parts_go_together(self) -> Estimator:
+        def _parts_are_compatible(self) -> Estimator:
             return self
 
     return dict(Loose.model_validate(tree))

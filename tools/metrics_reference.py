@@ -10,8 +10,8 @@ from pathlib import Path
 
 from generated_page import write_or_check
 
-from megatron_opd.metrics.catalogue import ALL
-from megatron_opd.metrics.metric import GROUPS, Group, Metric
+from megatron_opd.metrics.catalogue import BY_GROUP, Group
+from megatron_opd.metrics.metric import Metric
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "metric_dictionary.md"
 HEAD = """# Metric dictionary
@@ -63,12 +63,12 @@ def elsewhere(metric: Metric) -> str:
     return "<br>".join([*names, metric.differs] if metric.differs else names)
 
 
-def row(metric: Metric) -> str:
+def row(column: str, metric: Metric) -> str:
     """One line of a table."""
     unit = f" ({metric.unit})" if metric.unit else ""
     healthy = "" if metric.healthy is None else str(metric.healthy)
     cells = (
-        f"`{metric.column}`{unit}",
+        f"`{column}`{unit}",
         metric.text,
         healthy,
         metric.action,
@@ -80,10 +80,10 @@ def row(metric: Metric) -> str:
 def render() -> str:
     """The whole page."""
     lines = [HEAD]
-    for group in GROUPS:
+    for group, parts in BY_GROUP.items():
         title, text = TITLES[group]
         lines += [f"## {title}: `{group}/`", "", text, "", *COLUMNS]
-        lines += [row(metric) for metric in ALL if metric.group == group]
+        lines += [row(column, metric) for part in parts for column, metric in part.items()]
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"
 

@@ -26,10 +26,11 @@ from typing import Any, NoReturn
 
 from data_recipes import FORMS, IDS, RECIPES, NoProblem, Recipe, Row, bare, key_of, own_id
 
+from megatron_opd.data.chats import chat_text
 from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.files import located_rows
 from megatron_opd.data.lines import Located
-from megatron_opd.data.messages import chat_text, read_chat
+from megatron_opd.data.messages import read_chat
 
 PROMPTS = ("problem", "prompt")
 CONTRADICTING = "with contradicting answers"
@@ -69,7 +70,7 @@ class Prepared:
         self.left_out[why] += 1
         self.first.setdefault(why, where)
 
-    def settle(self) -> list[dict[str, Any]]:
+    def kept_rows(self) -> list[dict[str, Any]]:
         """What is written, in order, once the rest is counted."""
         for key, (why, where) in self.easy.items():
             if self.rows[key] is not None:
@@ -192,7 +193,7 @@ def main() -> int:
         fail(f"--min-difficulty needs a set with a difficulty ({rated}), got {arguments.name}")
     without = excluded(arguments.exclude)
     found = prepare(arguments.name, arguments.files, arguments.form, without, least)
-    rows = found.settle()
+    rows = found.kept_rows()
     for why, count in found.left_out.items():
         print(f"left out: {count} {why}, first {found.first[why]}")
     if not rows:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from sglang_bridge.server.__main__ import offer_standins
-from sglang_bridge.server.compat import SUPPORTED
+from sglang_bridge.server.compat.hooks import SUPPORTED
+from sglang_bridge.server.entry import offer_standins
 
 FILE = Path(__file__).resolve().parents[1] / "sglang_bridge" / "server" / "options.txt"
 NUMBERS = {int: "int", float: "float"}

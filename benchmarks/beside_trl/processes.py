@@ -7,25 +7,23 @@ belongs to it with all of its descendants. Whatever belongs to no part is the ro
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
-from pathlib import Path
-from types import TracebackType
 
-PROC = Path("/proc")
-TICK_S = 1 / os.sysconf("SC_CLK_TCK")
-PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+import psutil
+
+from harness.processes import cpu_s
+
 RISE = 1.01
 """PSS is read when the sum of resident sizes is this many times what it was at the last reading."""
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What /proc says of one process. cpu_s: of its own threads alone."""
+    """What Linux says of one process. cpu_s: of its own threads alone."""
 
     pid: int
     parent: int
@@ -42,43 +40,16 @@ class Sample:
     cpu_s: Mapping[str, float]
 
 
-def pss_bytes(rollup: str) -> int:
-    """Return the proportional set size that a text of /proc/PID/smaps_rollup states.
-
-    Raises ValueError where it has no such line.
-    """
-    for line in rollup.splitlines():
-        if line.startswith("Pss:"):
-            return int(line.split()[1]) * 1024
-    raise ValueError(f"no line Pss: in {rollup[:200]!r}")
-
-
-def cpu_ticks(stat: str) -> tuple[int, int]:
-    """Return parent and clock ticks, user and system, of a text of /proc/PID/stat.
-
-    The name in brackets may hold spaces and brackets itself.
-    """
-    fields = stat[stat.rindex(")") + 2 :].split()
-    return int(fields[1]), int(fields[11]) + int(fields[12])
-
-
-def read_process(pid: int, proc: Path = PROC) -> Process:
-    """Read one process. Raises OSError, ValueError where it has ended."""
-    place = proc / str(pid)
-    command = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    parent, ticks = cpu_ticks((place / "stat").read_text(encoding="utf-8", errors="replace"))
-    resident = int((place / "statm").read_text(encoding="utf-8").split()[1]) * PAGE_BYTES
-    return Process(pid, parent, command, ticks * TICK_S, resident)
-
-
-def descendants(root: int, parents: Mapping[int, int]) -> list[int]:
-    """Return `root` and what descends from it; parents: of every process."""
-    children: dict[int, list[int]] = {}
-    for pid, parent in parents.items():
-        children.setdefault(parent, []).append(pid)
-    found = [root]
-    for pid in found:
-        found += children.get(pid, ())
+def below(root: int) -> list[Process]:
+    """Read `root` and what descends from it; empty where it has ended."""
+    found: list[Process] = []
+    # one may end between being listed and being read
+    with contextlib.suppress(psutil.NoSuchProcess):
+        first = psutil.Process(root)
+        for each in [first, *first.children(recursive=True)]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                command, resident = " ".join(each.cmdline()), each.memory_info().rss
+                found.append(Process(each.pid, each.ppid(), command, cpu_s(each.pid), resident))
     return found
 
 
@@ -129,12 +100,7 @@ class Watch:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._done.set()
         self._thread.join()
 
@@ -161,10 +127,8 @@ class Watch:
     def _pss(self, part: Mapping[int, str]) -> dict[str, int]:
         pss = dict.fromkeys([self.rest, *self.parts], 0)
         for pid, name in part.items():
-            # one may end between being listed and being read
-            with contextlib.suppress(OSError, ValueError):
-                rollup = (PROC / str(pid) / "smaps_rollup").read_text(encoding="utf-8")
-                pss[name] += pss_bytes(rollup)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                pss[name] += psutil.Process(pid).memory_full_info().pss
         return pss
 
     def peak_pss_bytes(self) -> Mapping[str, int]:
@@ -190,20 +154,3 @@ def cpu_at(samples: list[Sample], name: str, at_s: float) -> float:
             share = (at_s - before.at_s) / (after.at_s - before.at_s)
             return before.cpu_s[name] + share * (after.cpu_s[name] - before.cpu_s[name])
     raise ValueError(f"no samples on both sides of {at_s}")
-
-
-def below(root: int) -> list[Process]:
-    """Read `root` and what descends from it; empty where it has ended."""
-    parents: dict[int, int] = {}
-    for place in PROC.iterdir():
-        if place.name.isdigit():
-            with contextlib.suppress(OSError):
-                text = (place / "stat").read_text(encoding="utf-8", errors="replace")
-                parents[int(place.name)] = cpu_ticks(text)[0]
-    found: list[Process] = []
-    if root in parents:
-        for pid in descendants(root, parents):
-            # one may end between being listed and being read; a zombie has no command
-            with contextlib.suppress(OSError, ValueError):
-                found.append(read_process(pid))
-    return found

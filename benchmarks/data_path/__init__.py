@@ -35,8 +35,8 @@ from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import make_schedule
 from megatron_opd.records.types import Batch, Sample
-from megatron_opd.rollout.generator import make_generator
-from megatron_opd.rollout.scorer import make_scorer
+from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.scorer import FleetScorer
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
@@ -104,8 +104,8 @@ async def measure_steps(
         Fleet([ServerClient(teacher, timeout_s=TIMEOUT_S)]) as teachers,
     ):
         vocab_size = students.infos[0].vocab_size
-        generator = make_generator(config, students, vocab_size, "bench", ())
-        scorer = make_scorer(config, {"teacher": teachers}, vocab_size, "bench", None)
+        generator = RolloutGenerator(config, students, vocab_size, "bench", ())
+        scorer = FleetScorer(config, {"teacher": teachers}, vocab_size, "bench", None)
         prompt = next(prompts(case))
         rollout = await generator.generate(prompt)
         sample = await scorer.score(rollout)
@@ -148,8 +148,8 @@ async def measure_whole(case: Case, student: str, teacher: str, times: int) -> f
             vocab_size = students.infos[0].vocab_size
             ports = Ports(
                 prompts=prompts(case),
-                rollout=make_generator(config, students, vocab_size, "bench", ()),
-                teacher=make_scorer(config, {"teacher": teachers}, vocab_size, "bench", None),
+                rollout=RolloutGenerator(config, students, vocab_size, "bench", ()),
+                teacher=FleetScorer(config, {"teacher": teachers}, vocab_size, "bench", None),
                 learner=FramingLearner(config),
                 weight_sync=NoWeights(),
                 observer=silent(),

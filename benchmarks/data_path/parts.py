@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.data_path.cases import DRAWS, Case, prompt_ids
+from benchmarks.data_path.servers import serving
 from megatron_opd.batching.shares import shares
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.types import WeightSyncReport
@@ -56,19 +54,10 @@ def prompts(case: Case) -> Iterator[Prompt]:
         uid += 1
 
 
-@contextmanager
-def fake_servers(case: Case) -> Iterator[tuple[str, str]]:
+def fake_servers(case: Case) -> AbstractContextManager[list[str]]:
     """Run the student and the teacher in a process of their own; yield their addresses."""
     words = [str(case.tokens), str(case.ids), str(int(case.routed))]
-    command = [sys.executable, "-m", "benchmarks.data_path.servers", *words]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        student, teacher = json.loads(process.stdout.readline())
-        try:
-            yield f"http://127.0.0.1:{student}", f"http://127.0.0.1:{teacher}"
-        finally:
-            process.stdin.close()
+    return serving("benchmarks.data_path.servers", *words)
 
 
 @dataclass
@@ -102,7 +91,7 @@ class NoWeights:
     async def make_room(self) -> None:
         """Share nothing."""
 
-    async def stranded(self) -> None:
+    async def until_none_serves(self) -> None:
         """Lose no server."""
         await asyncio.Event().wait()
 

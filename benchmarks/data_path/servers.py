@@ -11,8 +11,10 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,7 @@ from benchmarks.data_path.replies import CONTENT_TYPE, rollout_reply, score_repl
 # requests are named by the run: letters, digits, and what the parts put between them
 NAME = re.compile(rb"bench[0-9a-z-]*\.")
 LARGEST_REQUEST = 64 << 20
+Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 @dataclass
@@ -48,6 +51,21 @@ class Role:
         reply = self.prepared[len(name)].replace(b"@" * len(name), name, 1)
         self.reply_bytes += len(reply)
         return reply
+
+    async def handle(self, request: web.Request) -> web.Response:
+        """Answer a request of any kind."""
+        if request.path in STATE:
+            return web.json_response(STATE[request.path])
+        if request.path == "/counts":
+            return web.json_response(
+                {
+                    "requests": self.requests,
+                    "request_bytes": self.request_bytes,
+                    "reply_bytes": self.reply_bytes,
+                }
+            )
+        reply = self.answer(await request.read())
+        return web.Response(body=reply, content_type=CONTENT_TYPE)
 
 
 STATE: dict[str, Any] = {
@@ -74,38 +92,14 @@ STATE: dict[str, Any] = {
 }
 
 
-def application(role: Role) -> web.Application:
-    """Return the server of a role."""
-
-    async def handle(request: web.Request) -> web.Response:
-        if request.path in STATE:
-            return web.json_response(STATE[request.path])
-        if request.path == "/counts":
-            return web.json_response(
-                {
-                    "requests": role.requests,
-                    "request_bytes": role.request_bytes,
-                    "reply_bytes": role.reply_bytes,
-                }
-            )
-        reply = role.answer(await request.read())
-        return web.Response(body=reply, content_type=CONTENT_TYPE)
-
-    app = web.Application(client_max_size=LARGEST_REQUEST)
-    app.router.add_route("*", "/{path:.*}", handle)
-    return app
-
-
-async def serve(case: Case) -> None:
-    """Serve until standard input ends."""
-    rows = make_rows(case)
-    roles = (
-        Role(lambda rid: rollout_reply(case, rows, rid)),
-        Role(lambda rid: score_reply(case, rows, rid)),
-    )
+async def serve(*handlers: Handler) -> None:
+    """Serve with each handler on a port of its own, until standard input ends."""
     ports: list[int] = []
-    for role in roles:
-        runner = web.AppRunner(application(role))
+    for handler in handlers:
+        app = web.Application(client_max_size=LARGEST_REQUEST)
+        app.router.add_route("*", "/{path:.*}", handler)
+        # what its client has given up is forgotten
+        runner = web.AppRunner(app, handler_cancellation=True)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         ports.append(runner.addresses[0][1])
@@ -114,6 +108,28 @@ async def serve(case: Case) -> None:
     await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
 
 
+@contextmanager
+def serving(*words: str) -> Iterator[list[str]]:
+    """Run a module that calls `serve`, with its arguments; yield the addresses of its servers."""
+    command = [sys.executable, "-m", *words]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        assert process.stdin is not None
+        ports = json.loads(process.stdout.readline())
+        try:
+            yield [f"http://127.0.0.1:{port}" for port in ports]
+        finally:
+            process.stdin.close()
+
+
+def main(case: Case) -> None:
+    """Serve the replies of a case."""
+    rows = make_rows(case)
+    student = Role(lambda rid: rollout_reply(case, rows, rid))
+    teacher = Role(lambda rid: score_reply(case, rows, rid))
+    asyncio.run(serve(student.handle, teacher.handle))
+
+
 if __name__ == "__main__":
     tokens, ids, routed = (int(word) for word in sys.argv[1:])
-    asyncio.run(serve(Case(tokens, ids, bool(routed))))
+    main(Case(tokens, ids, bool(routed)))

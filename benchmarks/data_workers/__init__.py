@@ -27,13 +27,14 @@ import psutil
 from benchmarks.data_path.cases import Case
 from benchmarks.data_path.parts import NoWeights, configuration, fake_servers, prompts, silent
 from benchmarks.data_workers.head import Head
+from harness.processes import cpu_s
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import make_schedule
+from megatron_opd.data_workers.fleet_calls import sampled_by_workers, scored_by_workers
 from megatron_opd.data_workers.pool import WorkerPool
-from megatron_opd.data_workers.through import sampled_by_workers, scored_by_workers
-from megatron_opd.rollout.generator import make_generator
-from megatron_opd.rollout.scorer import make_scorer
+from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.wire.keys import RANK_VARIABLE, RunKeys
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
@@ -100,11 +101,11 @@ async def run(
         if pool is not None:
             sample = sampled_by_workers(pool, students)
             elsewhere = scored_by_workers(pool, {"teacher": vocab_size})
-        scorer = make_scorer(config, {"teacher": teachers}, vocab_size, "bench", None, elsewhere)
+        scorer = FleetScorer(config, {"teacher": teachers}, vocab_size, "bench", None, elsewhere)
         learner = head.learner(config, pool)
         ports = Ports(
             prompts=prompts(case),
-            rollout=make_generator(config, students, vocab_size, "bench", (), sample),
+            rollout=RolloutGenerator(config, students, vocab_size, "bench", (), sample),
             teacher=scorer,
             learner=learner,
             weight_sync=NoWeights(),
@@ -125,13 +126,13 @@ async def pool_of(
         yield None
         return
     pool = WorkerPool(count, "127.0.0.1", keys, LARGEST)
-    pool.links.open()
-    with processes(pool.links.address, count, keys, module):
+    pool.connections.open()
+    with processes(pool.connections.address, count, keys, module):
         await pool.ready()
         try:
             yield pool
         finally:
-            pool.links.close()
+            pool.connections.close()
 
 
 @contextmanager
@@ -154,6 +155,5 @@ def cpu_seconds() -> dict[str, float]:
         words = " ".join(child.cmdline())
         kinds = {"data_path.servers": SERVERS, "data_workers.head": HEAD}
         name = next((kind for word, kind in kinds.items() if word in words), "workers")
-        times = child.cpu_times()
-        found[name] = found.get(name, 0.0) + times.user + times.system
+        found[name] = found.get(name, 0.0) + cpu_s(child.pid)
     return found

@@ -9,7 +9,6 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import msgspec
@@ -20,14 +19,15 @@ from benchmarks.data_path.cases import DRAWS
 from benchmarks.data_path.parts import FIGURES
 from megatron_opd.batching.shares import shares
 from megatron_opd.config.schema import Config
+from megatron_opd.data_workers.data_client import DataClient, by_address
 from megatron_opd.data_workers.pool import WorkerPool
-from megatron_opd.data_workers.taking import Taking, by_address
 from megatron_opd.records.types import AnySample, Batch, HeldSample
 from megatron_opd.transport.frames import to_frames, with_samples
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.samples import FRAMES, EncodedSample
-from megatron_opd.wire.gate import guard_socket, show_keys
+from megatron_opd.wire.gate import show_keys
 from megatron_opd.wire.keys import RANK_VARIABLE, RankKeys, RunKeys
+from megatron_opd.wire.sockets import SocketLimits
 
 LARGEST = 1 << 30
 LIMIT_S = 60.0
@@ -43,7 +43,7 @@ class Head:
     def __enter__(self) -> Self:
         self._context = zmq.Context()
         self.socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        guard_socket(self.socket, LARGEST)
+        SocketLimits(LARGEST).set_on(self.socket)
         show_keys(self.socket, zmq.curve_public(self._keys.learner), self._keys.learner)
         environment = {**os.environ, RANK_VARIABLE: self._keys.ranks.text()}
         self._process = subprocess.Popen(
@@ -55,12 +55,7 @@ class Head:
         self.socket.connect(self._process.stdout.readline().decode().strip())
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.socket.send(b"")
         self._process.wait(LIMIT_S)
         assert self._process.stdout is not None
@@ -80,7 +75,7 @@ class HeadLearner:
     config: Config
     head: Head
     pool: WorkerPool | None
-    taken: int = 0
+    fetched: int = 0
 
     def prepare(self, sample: AnySample) -> AnySample:
         """Encode a scored sample, unless a worker does."""
@@ -97,7 +92,7 @@ class HeadLearner:
         ]
         socket = zmq.asyncio.Socket.shadow(self.head.socket.underlying)
         await socket.send_multipart([msgspec.msgpack.encode(parts), *to_frames(share)], copy=False)
-        self.taken += int(await socket.recv())
+        self.fetched += int(await socket.recv())
         return FIGURES
 
 
@@ -106,22 +101,22 @@ def main() -> None:
     keys = RankKeys.parse(os.environ[RANK_VARIABLE])
     context = zmq.Context()
     socket = context.socket(zmq.ROUTER)
-    guard_socket(socket, LARGEST)
+    SocketLimits(LARGEST).set_on(socket)
     socket.set(zmq.CURVE_SERVER, 1)
     socket.set(zmq.CURVE_SECRETKEY, keys.secret)
     socket.bind("tcp://127.0.0.1:*")
     sys.stdout.write(f"{socket.get_string(zmq.LAST_ENDPOINT)}\n")
     sys.stdout.flush()
-    taking = Taking(LARGEST)
+    client = DataClient(LARGEST)
     while True:
         identity, *frames = socket.recv_multipart(copy=False)
         if len(frames) == 1:
             break
         parts: Parts = msgspec.msgpack.decode(frames[0].buffer, type=Parts)
-        taken = taking.take(by_address(parts), keys, LIMIT_S)
-        whole = with_samples([frame.buffer for frame in frames[1:]], parts, taken)
+        fetched = client.fetch(by_address(parts), keys, LIMIT_S)
+        whole = with_samples([frame.buffer for frame in frames[1:]], parts, fetched)
         socket.send_multipart([identity, str((len(whole) - 1) // FRAMES).encode()])
-    taking.close()
+    client.close()
     socket.close(linger=0)
     context.term()
 

@@ -44,21 +44,22 @@ from benchmarks.many_engines.figures import IDS_A_TOKEN, LARGEST, TOKENS, VERSIO
 from megatron_opd.batching.shares import shares
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
-from megatron_opd.controller.garbage import collected_rarely, put_aside
+from megatron_opd.controller.garbage import freeze_objects, rare_collections
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import make_schedule
+from megatron_opd.data_workers.fleet_calls import sampled_by_workers, scored_by_workers
 from megatron_opd.data_workers.pool import WorkerPool
-from megatron_opd.data_workers.through import sampled_by_workers, scored_by_workers
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Phase, WeightSyncReport
 from megatron_opd.records.types import AnySample, Batch, HeldSample, LearnerTurn
-from megatron_opd.rollout.generator import make_generator
-from megatron_opd.rollout.scorer import make_scorer
+from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.transport.frames import to_frames
 from megatron_opd.transport.messages import UpdateMetrics
-from megatron_opd.wire.gate import guard_socket, show_keys
+from megatron_opd.wire.gate import show_keys
 from megatron_opd.wire.keys import RANK_VARIABLE, RunKeys
+from megatron_opd.wire.sockets import SocketLimits
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
@@ -127,10 +128,10 @@ def entry(size: Size) -> dict[str, Any]:
 async def _entry(size: Size) -> dict[str, Any]:
     keys = RunKeys.make()
     pool = WorkerPool(size.workers, "127.0.0.1", keys, LARGEST)
-    pool.links.open()
+    pool.connections.open()
     config = configuration(CASE, size.updates, size.batch, slots=2 * size.batch, sync_every=1)
     with (
-        fakes(pool.links.address, size, keys) as head,
+        fakes(pool.connections.address, size, keys) as head,
         HeadLearner.connected(head, keys) as to,
     ):
         await pool.ready()
@@ -139,7 +140,7 @@ async def _entry(size: Size) -> dict[str, Any]:
             await run(config, size, pool, HeadLearner(to, pool, config))
             cpu_s, clock_s = time.process_time() - began_cpu_s, time.monotonic() - began_s
         finally:
-            pool.links.close()
+            pool.connections.close()
     samples = size.updates * size.batch
     return {
         "engines": size.engines,
@@ -161,10 +162,10 @@ async def run(config: Config, size: Size, pool: WorkerPool, learner: HeadLearner
     teachers = _fleet("teacher", max(1, size.engines // 8))
     ports = Ports(
         prompts=prompts(CASE),
-        rollout=make_generator(
+        rollout=RolloutGenerator(
             config, students, VOCAB_SIZE, "bench", (), sampled_by_workers(pool, students)
         ),
-        teacher=make_scorer(
+        teacher=FleetScorer(
             config,
             {"teacher": teachers},
             VOCAB_SIZE,
@@ -178,8 +179,8 @@ async def run(config: Config, size: Size, pool: WorkerPool, learner: HeadLearner
         store=pool,
     )
     controller = Controller(make_schedule(config), ports)
-    put_aside()
-    with collected_rarely(make_schedule(config).permits):
+    freeze_objects()
+    with rare_collections(make_schedule(config).permits):
         accounting = await controller.run()
     await students.close()
     await teachers.close()
@@ -205,7 +206,7 @@ class HeadLearner:
         """Connect to the head."""
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
-        guard_socket(socket, LARGEST)
+        SocketLimits(LARGEST).set_on(socket)
         show_keys(socket, zmq.curve_public(keys.learner), keys.learner)
         socket.connect(address)
         try:

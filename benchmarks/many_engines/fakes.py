@@ -35,8 +35,9 @@ from megatron_opd.data_workers.messages import (
     encode,
 )
 from megatron_opd.records.sample_figures import CacheSize, ScoreShape
-from megatron_opd.wire.gate import guard_socket, show_keys
+from megatron_opd.wire.gate import show_keys
 from megatron_opd.wire.keys import RANK_VARIABLE, RankKeys
+from megatron_opd.wire.sockets import SocketLimits
 
 SCORE_PART = 0.1
 SIZE = CacheSize(TOKENS * IDS_A_TOKEN, TOKENS * IDS_A_TOKEN * 20)
@@ -57,7 +58,7 @@ class Fakes:
         self._workers = [self._worker(index, address, keys) for index in range(count)]
         self._index = {id(worker): index for index, worker in enumerate(self._workers)}
         self._head = self._context.socket(zmq.ROUTER)
-        guard_socket(self._head, LARGEST)
+        SocketLimits(LARGEST).set_on(self._head)
         self._head.set(zmq.CURVE_SERVER, 1)
         self._head.set(zmq.CURVE_SECRETKEY, keys.secret)
         self._head.bind("tcp://127.0.0.1:*")
@@ -83,9 +84,7 @@ class Fakes:
 
     def _worker(self, index: int, address: str, keys: RankKeys) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        socket.set(zmq.RCVHWM, 0)
-        socket.set(zmq.SNDHWM, 0)
-        guard_socket(socket, LARGEST)
+        SocketLimits(LARGEST).set_on(socket)
         show_keys(socket, keys.controller, keys.secret)
         socket.connect(address)
         socket.send(encode(WorkerHello(index, f"tcp://127.0.0.1:{index + 1}")))

@@ -23,7 +23,7 @@ from megatron_opd.checkpoint.convert import load_weights, source_of
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.model import DTYPES, build_model, ddp_config, transformer_config
-from megatron_opd.learner.optimizer import build_optimizer, connect_schedule
+from megatron_opd.learner.optimizer import build_optimizer, connect_pipeline_schedule
 from megatron_opd.models.spec import ModelSpec
 
 Layers = Literal["stock", "packed"]
@@ -57,7 +57,7 @@ class PlainStep:
                 self.model, learner.spec, self.world, source_of(learner.source, learner.spec, None)
             )
             self.optimizer = build_optimizer(config.optimizer, self.model, DTYPES[config.dtype])
-        connect_schedule(self.model, self.optimizer)
+        connect_pipeline_schedule(self.model, self.optimizer)
 
     def micros(self, ids_BL: torch.Tensor, per_micro: int) -> list[PlainMicro]:
         """Cut samples [B, L + 1] into micro-batches of `per_micro` samples."""

@@ -20,7 +20,7 @@ from harness.synthetic import Shape, sample, share
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.learner import MegatronLearner
-from megatron_opd.learner.lm_head import head_weight
+from megatron_opd.learner.lm_head import head_slice
 from megatron_opd.losses.blocks import BlockPlan, Products, default_block
 
 LEAST_IDS, MOST_IDS = 1, 64
@@ -79,11 +79,11 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
 @torch.no_grad()
 def head_product_s(learner: MegatronLearner, rows: int) -> float:
     """Return the seconds of the LM head's product with `rows` rows, in the lean head's blocks."""
-    weight_vH = head_weight(learner.model[-1].module)
+    head = head_slice(learner.model[-1].module)
+    weight_vH = head.weight_vH
     hidden_TH = torch.randn(rows, weight_vH.shape[1], dtype=weight_vH.dtype)
     none = torch.zeros(0, dtype=torch.int64)
-    shape = rows, len(weight_vH)
-    plan = BlockPlan.of(shape, default_block(hidden_TH), none, none, None)
+    plan = BlockPlan.of(rows, head, default_block(hidden_TH), none, none)
     products = Products(hidden_TH, plan)
     began = time.perf_counter()
     for ids, blocks in plan.columns():

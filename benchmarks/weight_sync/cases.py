@@ -8,7 +8,6 @@ from typing import Any
 
 from benchmarks.step import QWEN3_MOE_1_6B, TINY
 from harness.case_rows import fingerprint_of
-from megatron_opd.config.sections import WeightSyncConfig
 
 Tree = dict[str, Any]
 MIB = 2**20
@@ -44,7 +43,6 @@ LAYOUTS = {
     # of the tiny size: a server of one rank is up sooner
     "tp2_to_tp1": Layout({"tp": 2}, {"tp": 1}),
 }
-BEFORE = "before"
 WAYS: dict[str, Tree] = {
     "shards": {"type": "shards"},
     "shards_same_host_off": {"type": "shards", "same_host": "off"},
@@ -52,9 +50,8 @@ WAYS: dict[str, Tree] = {
     "shards_staged_same_host_off": {"type": "shards", "staging": True, "same_host": "off"},
     "shards_staged_overlap": {"type": "shards", "staging": True, "overlap": True},
     "broadcast": {"type": "broadcast"},
-    BEFORE: {"type": "broadcast"},
 }
-"""Keys of weight_sync, by way; BEFORE is of the older commit."""
+"""Keys of weight_sync, by way."""
 
 SIZES = {
     "full": Size(
@@ -94,7 +91,7 @@ SIZES = {
         loaded=1,
         slots=2,
         layouts=("tp2_to_tp1",),
-        ways=("shards", BEFORE),
+        ways=("shards", "broadcast"),
     ),
 }
 
@@ -135,16 +132,11 @@ class Case:
         effort = {key: getattr(self.size, key) for key in ("syncs", "loaded", "slots")}
         return {"config": config, **effort, "flip": FLIPPED}
 
-    def fingerprint(self, tree: Path) -> str:
-        """Changes with the code of `tree`, the benchmark's own, and what is asked."""
-        return fingerprint_of(self.asked(Path(), Path()), "benchmarks/weight_sync", tree)
+    def fingerprint(self) -> str:
+        """Changes with the project's code, the benchmark's own, and what is asked."""
+        return fingerprint_of(self.asked(Path(), Path()), "benchmarks/weight_sync")
 
 
 def chosen_cases(size: Size) -> list[Case]:
-    """Every way of every layout that this commit has."""
-    there = [
-        way
-        for way in size.ways
-        if way == BEFORE or WAYS[way].keys() <= WeightSyncConfig.model_fields.keys()
-    ]
-    return [Case(layout, way, size) for layout in size.layouts for way in there]
+    """Every way of every layout."""
+    return [Case(layout, way, size) for layout in size.layouts for way in size.ways]

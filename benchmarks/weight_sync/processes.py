@@ -16,6 +16,8 @@ from pathlib import Path
 
 import psutil
 
+from harness.processes import cpu_s
+
 CLEAR_PEAK = "5"  # proc(5), /proc/PID/clear_refs: the peak becomes what is resident now
 PEAK, RESIDENT = "VmHWM", "VmRSS"
 
@@ -57,9 +59,9 @@ def measured(ranks: Sequence[int]) -> Iterator[Spent]:
     for pid in ranks:
         Path(f"/proc/{pid}/clear_refs").write_text(CLEAR_PEAK, encoding="ascii")
     resident = [_status(pid, RESIDENT) for pid in ranks]
-    cpu, traffic = [_cpu_s(pid) for pid in ranks], socket_bytes()
+    cpu, traffic = [cpu_s(pid) for pid in ranks], socket_bytes()
     yield spent
-    now, later = [_cpu_s(pid) for pid in ranks], socket_bytes()
+    now, later = [cpu_s(pid) for pid in ranks], socket_bytes()
     spent.cpu_s = [b - a for a, b in zip(cpu, now, strict=True)]
     spent.peak_extra_bytes = [
         max(0, _status(pid, PEAK) - before) for pid, before in zip(ranks, resident, strict=True)
@@ -85,11 +87,6 @@ def socket_bytes() -> Counter[tuple[int, str]] | None:
                 value = re.search(rf"\b{field}:(\d+)", line)
                 totals[int(pid), way] += int(value[1]) if value else 0
     return totals
-
-
-def _cpu_s(pid: int) -> float:
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
 
 
 def _status(pid: int, key: str) -> int:

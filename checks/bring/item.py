@@ -9,6 +9,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from harness.run_dirs import rows_of, summary_of
+
 Tree = dict[str, Any]
 
 
@@ -21,13 +23,12 @@ class Ran:
     @cached_property
     def summary(self) -> Tree:
         """Returns the run's summary.json."""
-        return json.loads((self.folder / "run" / "summary.json").read_text(encoding="utf-8"))
+        return summary_of(self.folder / "run")
 
     @cached_property
     def rollouts(self) -> list[Tree]:
         """Returns every sample that was trained on or dropped, in order."""
-        lines = (self.folder / "run" / "rollouts.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        return rows_of(self.folder / "run" / "rollouts.jsonl")
 
 
 @dataclass(frozen=True, slots=True)

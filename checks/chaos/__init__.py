@@ -12,7 +12,7 @@ head; there the raylet of a node that has processes of the run gets SIGKILL, and
 What must hold: the run finishes; every admitted sample was trained on or is counted as dropped; no
 sample was trained on twice, and no update is missing or listed twice, in the history that survives;
 the bound on staleness holds; no process is left; and the student is as good as in the quiet runs of
-this study. Three controls, with no restarts allowed, must end with the first fault.
+this check. Three controls, with no restarts allowed, must end with the first fault.
 
 Rows are kept in runs/chaos/rows.jsonl as they come; stopped, it goes on where it was (--runs: how
 many runs this time). A row counts only for the code that made it. A fault for which the run was
@@ -35,7 +35,14 @@ from checks.chaos.checks import broken_promises
 from checks.chaos.machines import machines
 from checks.chaos.run import ChaosRun, Shape
 from checks.chaos.victims import KINDS, Fault
-from harness.case_rows import append_row, fingerprint_of, kept_rows, own_directory, say
+from harness.case_rows import (
+    append_row,
+    fingerprint_of,
+    kept_rows,
+    own_directory,
+    run_commits,
+    say,
+)
 from megatron_opd.metrics.summary import commit
 
 ROWS = Path("runs") / "chaos" / "rows.jsonl"
@@ -137,7 +144,7 @@ def run_one(name: str, seed: int, kept: Mapping[str, Tree], own: Path, only: str
 
 
 def summary(kept: Mapping[str, Tree], only: str = "") -> Tree:
-    """What the study found."""
+    """What the check found."""
     quiet = [row for name, row in kept.items() if name.startswith("quiet ")]
     chaotic = [row for name, row in kept.items() if name.startswith("chaos ")]
     failed = {name: row["broken"] for name, row in kept.items() if row["broken"]}
@@ -147,7 +154,7 @@ def summary(kept: Mapping[str, Tree], only: str = "") -> Tree:
         for fault in row["faults"]:
             by_kind[fault["kind"]].append(fault)
     return {
-        "run_commits": sorted({str(row["commit"]) for row in kept.values()}),
+        "run_commits": run_commits(kept.values()),
         "runs": {"quiet": len(quiet), "chaos": len(chaotic)},
         "faults": sum(map(len, by_kind.values())),
         "missing": missing(kept, only).total(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import random
 import re
@@ -21,6 +20,7 @@ import psutil
 
 from checks.chaos.machines import Machines
 from checks.chaos.victims import Fault
+from harness.run_dirs import summary_of, updates_of
 
 CONFIG = "examples/arithmetic/demo.yaml"
 UPDATES, EVERY = 20, 3
@@ -127,7 +127,7 @@ class ChaosRun:
             self._require_nothing_left(self.seen)
         for fault, following in itertools.zip_longest(faults, faults[1:]):
             fault["said"] = self._said(fault["said"], following and following["said"])
-        rows, summary = rows_of(self.run_dir), summary_of(self.run_dir)
+        rows, summary = updates_of(self.run_dir), summary_of(self.run_dir)
         times = [row["unix_time_s"] for row in rows]
         between = [b - a for a, b in itertools.pairwise(times)]
         return {
@@ -166,7 +166,7 @@ class ChaosRun:
 
     def _hurt(self, fault: Fault) -> Tree | None:
         """Let one fault happen and wait until the run is past it; None: the run is over."""
-        if not self._until(lambda: made(self.run_dir) > 0):
+        if not self._until(lambda: len(updates_of(self.run_dir)) > 0):
             return None
         moment_s = time.monotonic() + self.luck.uniform(0.0, LONGEST_CALM_S)
         self._until(lambda: time.monotonic() >= moment_s)
@@ -177,9 +177,9 @@ class ChaosRun:
             found.extend([] if victim is None else [victim])
             return bool(found)
 
-        if not self._until(there) or made(self.run_dir) >= UPDATES:
+        if not self._until(there) or len(updates_of(self.run_dir)) >= UPDATES:
             return None  # it trains no more
-        lines, before, at_s = len(self._lines()), made(self.run_dir), time.monotonic()
+        lines, before, at_s = len(self._lines()), len(updates_of(self.run_dir)), time.monotonic()
         (victim,) = found
         victim.hurt(fault.how)
         if fault.who == "controller":
@@ -189,7 +189,7 @@ class ChaosRun:
         fewest = [before]
 
         def beyond() -> bool:
-            now = made(self.run_dir)
+            now = len(updates_of(self.run_dir))
             fewest.append(now)
             return now > before
 
@@ -206,11 +206,11 @@ class ChaosRun:
 
     def _until(self, happened: Any) -> bool:
         """Wait; False: the run is over before. Stuck: no update for too long."""
-        updates, since_s = made(self.run_dir), time.monotonic()
+        updates, since_s = len(updates_of(self.run_dir)), time.monotonic()
         while not happened():
             if self.process.poll() is not None:
                 return False
-            now = made(self.run_dir)
+            now = len(updates_of(self.run_dir))
             if now != updates:
                 updates, since_s = now, time.monotonic()
             if time.monotonic() - since_s > LIMIT_S:
@@ -243,30 +243,6 @@ class ChaosRun:
 
     def _lines(self) -> list[str]:
         return self.log.read_text(encoding="utf-8", errors="replace").splitlines()
-
-
-def rows_of(run_dir: Path) -> list[Tree]:
-    """The complete rows of metrics.jsonl."""
-    path = run_dir / "metrics.jsonl"
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    except FileNotFoundError:
-        return []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def made(run_dir: Path) -> int:
-    """How many updates the run's history has now."""
-    try:
-        return (run_dir / "metrics.jsonl").read_bytes().count(b"\n")
-    except FileNotFoundError:
-        return 0
-
-
-def summary_of(run_dir: Path) -> Tree:
-    """The run's summary; empty without one."""
-    path = run_dir / "summary.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def mean(values: Sequence[float]) -> float | None:

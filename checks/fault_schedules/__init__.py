@@ -28,14 +28,14 @@ import asyncio
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from checks.fault_schedules.world import STUDENT, TEACHER, Plan, Without, World
 from harness.case_rows import append_row, fingerprint_of, kept_rows, say
+from harness.processes import mapped
 from megatron_opd.config.schedule import ScheduleConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.schedule import Schedule
@@ -105,7 +105,7 @@ class Recorded:
         """Return {name: figures}, in order; those without a row are run."""
         kept = kept_rows(self._rows, dict.fromkeys(plans, self._print))
         missing = [name for name in plans if name not in kept]
-        done = self._outcomes([plans[name] for name in missing])
+        done = mapped(outcome, [plans[name] for name in missing], self._jobs, chunk=8)
         for number, (name, figures) in enumerate(zip(missing, done, strict=True), 1):
             made_by = {"fingerprint": self._print, "commit": self._commit}
             kept[name] = {"name": name, **made_by, "figures": figures}
@@ -114,13 +114,6 @@ class Recorded:
                 say(f"{number}/{len(missing)} of {len(plans)}")
         self.commits |= {row["commit"] for row in kept.values()}
         return {name: kept[name]["figures"] for name in plans}
-
-    def _outcomes(self, plans: list[Plan]) -> Iterable[Tree]:
-        if self._jobs == 1:
-            yield from map(outcome, plans)
-            return
-        with ProcessPoolExecutor(self._jobs) as pool:
-            yield from pool.map(outcome, plans, chunksize=8)
 
 
 def outcome(plan: Plan) -> Tree:
@@ -132,6 +125,7 @@ def outcome(plan: Plan) -> Tree:
         {
             "data": {"train": "unused"},
             **{role: server | {"servers": count} for role, count in sizes.items()},
+            "support": {"type": "path"},
             "weight_sync": {"verify_every": 3, "timeout_s": 60.0},
         }
     )

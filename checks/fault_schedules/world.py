@@ -27,22 +27,20 @@ from checks.fault_schedules.servers import (
     State,
     paces,
 )
-from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import Config
-from megatron_opd.config.sections import RolloutConfig, ScoringConfig
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
+from megatron_opd.errors import LearnerError
 from megatron_opd.fleet.guards import RunGuard
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.launch.health import HealthGuard, WatchedProcess
 from megatron_opd.records.types import Batch, Prompt, Sample
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.rollout.scorer import FleetScorer
-from megatron_opd.run.recover import through_losses
-from megatron_opd.transport.remote_learner import LearnerError
+from megatron_opd.run.recover import with_recovery
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.errors import ServerDied, WeightSyncFailed
 from sglang_bridge.fleet import Fleet
@@ -204,31 +202,28 @@ class World:
             role: Fleet([self._client(url) for url in found]) for role, found in urls.items()
         }
         self.learner = Learner(paces(self.random, 0.5))
-        processes: Any = self
-        self.supervisor = Supervisor(
-            config, self.fleets, processes, self.take_in, lambda line: None
-        )
+        self.supervisor = Supervisor(config, self.fleets, self, self.take_in, lambda line: None)
         self.happened: Counter[str] = Counter()
         self.learner_restarts = self.rolled_back = 0
 
     # what Supervisor asks of processes
 
     def watched_server(self, url: str) -> list[WatchedProcess]:
-        """See cli.processes.Processes."""
+        """See fleet.supervisor.ServerProcesses."""
         server = self.servers[url]
         return [WatchedProcess(url, lambda: -9 if server.state == "dead" else None)]
 
     def discard(self, url: str) -> None:
-        """See cli.processes.Processes."""
+        """See fleet.supervisor.ServerProcesses."""
         self.servers[url].become("dead")
 
     async def put_another(self, url: str) -> str:
-        """See cli.processes.Processes."""
+        """See fleet.supervisor.ServerProcesses."""
         self.discard(url)
         return url
 
     async def start_one(self, url: str, timeout_s: float) -> None:
-        """See cli.processes.Processes. One start of five fails."""
+        """See fleet.supervisor.ServerProcesses. One start of five fails."""
         await asyncio.sleep(self.random.uniform(1.0, 10.0))
         if self.random.random() < 0.2:
             raise ServerDied(f"{url} ended with status 1")
@@ -265,7 +260,7 @@ class World:
         assert accounting.in_flight == 0
         dropped, timed_out = accounting.dropped, sum(f.timed_out for f in self.fleets.values())
         assert accounting.admitted == accounting.consumed + sum(dropped.values())
-        attempts = RolloutConfig().attempts
+        attempts = self.config.rollout.attempts
         assert set(dropped) <= {"timed_out", "teacher_timed_out"}, f"prompts are lost: {dropped}"
         assert attempts * sum(dropped.values()) <= timed_out, "prompts are given up too soon"
         silent = {whom for _, what, whom in self.plan.faults if what in SILENT}
@@ -310,25 +305,16 @@ class World:
         async def lost(error: Exception) -> bool:
             return learner.failure is not None and self.plan.without != "learner_restarts"
 
-        return await through_losses(attempt, recover, lost)
+        return await with_recovery(attempt, recover, lost)
 
     def _controller(self, sync: WeightSync, state: ControllerState) -> Controller:
-        estimator = Estimator.model_validate({"support": {"type": "path"}})
         student: Any = self.fleets[STUDENT]
         if self.plan.without == "readmission":
             student = Once(student)
         ports = Ports(
             prompts=map(_prompt, itertools.count(state.next_uid)),
-            rollout=RolloutGenerator(
-                student, RolloutConfig(), estimator.support, VOCABULARY, RUN_ID
-            ),
-            teacher=FleetScorer(
-                {TEACHER: self.fleets[TEACHER]},
-                estimator,
-                VOCABULARY,
-                ScoringConfig(),
-                RUN_ID,
-            ),
+            rollout=RolloutGenerator(self.config, student, VOCABULARY, RUN_ID, ()),
+            teacher=FleetScorer(self.config, self.fleets, VOCABULARY, RUN_ID),
             learner=self.learner,
             weight_sync=sync,
             observer=Silent(),

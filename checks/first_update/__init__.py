@@ -19,9 +19,7 @@ Rows are kept in runs/first_update/rows.jsonl; stopped, it goes on where it was.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,14 +28,13 @@ from typing import Any
 from checks.first_update.cases import Case, all_cases
 from checks.first_update.recorded import recorded
 from harness.case_rows import (
-    append_row,
+    case_parser,
     fingerprint_of,
-    kept_rows,
     own_directory,
+    run_commits,
+    run_missing,
     run_program,
-    say,
 )
-from megatron_opd.metrics.summary import commit
 
 ROWS = Path("runs") / "first_update" / "rows.jsonl"
 LIMIT_S = 600.0
@@ -46,25 +43,16 @@ Tree = dict[str, Any]
 
 def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
     """Run what is missing; every case by name, what was caught, and what was alarmed falsely."""
-    parser = argparse.ArgumentParser(prog="python -m checks first_update")
-    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name holds it")
-    parser.add_argument("--limit", type=int, help="run at most so many of the missing cases")
-    arguments = parser.parse_args(list(options))
+    arguments = case_parser("python -m checks first_update").parse_args(list(options))
     cases = [case for case in all_cases() if arguments.only in case.name]
     prints = {case.name: fingerprint_of(asdict(case), "checks/first_update") for case in cases}
-    kept = kept_rows(rows, prints)
-    missing = [case for case in cases if case.name not in kept]
     with tempfile.TemporaryDirectory(prefix="opd-first-update-") as directory:
-        for case in missing[: arguments.limit]:
-            began, own = time.monotonic(), own_directory(Path(directory))
-            asked = {"name": case.name}
-            figures = run_program("checks.first_update.case", asked, own, limit_s=LIMIT_S)
-            row = {"name": case.name, "fingerprint": prints[case.name], "commit": commit()}
-            row |= {"seconds": time.monotonic() - began, "figures": figures}
-            append_row(rows, row)
-            kept[case.name] = row
-            say(f"{len(kept)}/{len(cases)} {case.name}: {figures['verdict']}")
-    return outcome(cases, kept)
+
+        def run(name: str) -> Tree:
+            own, module = own_directory(Path(directory)), "checks.first_update.case"
+            return {"figures": run_program(module, {"name": name}, own, limit_s=LIMIT_S)}
+
+        return outcome(cases, run_missing(prints, run, rows, arguments.limit))
 
 
 def outcome(cases: Sequence[Case], kept: dict[str, Tree]) -> Tree:
@@ -77,7 +65,7 @@ def outcome(cases: Sequence[Case], kept: dict[str, Tree]) -> Tree:
     alarms = [case.name for case in healthy if case.name not in {*unjudged, *finished}]
     records = recorded()
     return {
-        "run_commits": sorted({str(row["commit"]) for row in kept.values()}),
+        "run_commits": run_commits(kept.values()),
         "missing": [case.name for case in cases if case.name not in kept],
         "planted": len(planted),
         "caught": len(caught),

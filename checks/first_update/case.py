@@ -19,12 +19,13 @@ from typing import Any
 import yaml
 
 from checks.first_update.cases import PLANTS, SERVER_ARGS, Case, all_cases, write_model
+from harness.case_rows import case_main
+from harness.run_dirs import summary_of
+from harness.world import started_world
 from megatron_opd.config.schema import Config
-from megatron_opd.launch.processes import Processes
 from megatron_opd.launch.servers import server_processes
-from sglang_bridge.lifetime import die_with_parent
 
-STARTUP_S, RUN_S = 300.0, 300.0
+RUN_S = 300.0
 PREFIX = "first_mismatch_"
 Tree = dict[str, Any]
 
@@ -53,8 +54,9 @@ def config_of(case: Case, model: Path, own: Path) -> Tree:
     return tree
 
 
-async def run(case: Case, own: Path) -> Tree:
+async def run(asked: Tree, own: Path) -> Tree:
     """Start the server, make the run, stop everything."""
+    (case,) = [each for each in all_cases() if each.name == asked["name"]]
     learner, model = write_model(case, own / "learner"), own / "model"
     shutil.copytree(learner, model)
     if case.plant is not None:
@@ -64,27 +66,21 @@ async def run(case: Case, own: Path) -> Tree:
     for server in servers:  # as one that is started elsewhere: a run refuses such options
         planted = SERVER_ARGS.get(case.plant or "", ())
         server.spec = replace(server.spec, extra_args=(*server.spec.extra_args, *planted))
-    processes = Processes(servers, None)
-    try:
-        processes.start()
-        await asyncio.gather(*(asyncio.to_thread(s.wait_ready, STARTUP_S) for s in servers))
+    async with started_world(servers):
         model.rename(own / "served")  # a server must serve the directory that a run names
         learner.rename(model)
         tree["student"]["urls"] = [server.spec.url for server in servers]
         (own / "config.yaml").write_text(yaml.safe_dump(tree))
         return await asyncio.to_thread(run_once, own)
-    finally:
-        await processes.stop()
 
 
 def run_once(own: Path) -> Tree:
     """`opd run` on own/config.yaml, and what it left."""
     command = [sys.executable, "-m", "megatron_opd", "run", str(own / "config.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=RUN_S)
-    file = own / "run" / "summary.json"
-    if not file.exists():
+    summary = summary_of(own / "run")
+    if not summary:
         raise RuntimeError(f"the run left no summary:\n{done.stdout}{done.stderr}")
-    summary = json.loads(file.read_text())
     found = {key.removeprefix(PREFIX): value for key, value in summary.items() if PREFIX in key}
     last = (done.stderr or done.stdout).strip().splitlines()[-1:]
     return {
@@ -96,14 +92,5 @@ def run_once(own: Path) -> Tree:
     }
 
 
-def main(file: Path) -> None:
-    """Write the figures of the case in `file` to where it says."""
-    die_with_parent()
-    asked: Tree = json.loads(file.read_text(encoding="utf-8"))
-    (case,) = [each for each in all_cases() if each.name == asked["name"]]
-    figures = asyncio.run(run(case, file.parent))
-    Path(asked["out"]).write_text(json.dumps(figures), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    case_main(run)

@@ -8,7 +8,8 @@ from typing import Any
 
 from harness.tree import RESULTS
 from megatron_opd.config.schema import Config
-from megatron_opd.metrics.mismatch_limits import UNBOUNDED, MismatchGap, MismatchLimits, limits_of
+from megatron_opd.metrics.mismatch_gap import MismatchGap, MismatchLimits
+from megatron_opd.metrics.mismatch_limits import UNBOUNDED, limits_of
 
 ROWS = ("mismatch", "delays_study", "schedules", "findings")
 """Studies whose rows have the figure; mismatch was one of samplers in fp8 and int8."""

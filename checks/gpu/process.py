@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import signal
 import subprocess
 import time
@@ -11,6 +9,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from sglang_bridge.server.launch import signal_group
 
 # Within it opd run ends its servers and its learner once it is told to stop.
 GRACE_S = 15.0
@@ -70,17 +70,9 @@ def echoed(command: Sequence[str]) -> tuple[int, tuple[str, ...]]:
 def _end_group(process: subprocess.Popen[bytes]) -> None:
     """SIGTERM what runs, so that it can end what it started itself; SIGKILL what is left."""
     deadline_s = time.monotonic() + GRACE_S
-    if _signal(process.pid, signal.SIGTERM):
-        while _signal(process.pid, 0) and time.monotonic() < deadline_s:
+    if signal_group(process.pid, signal.SIGTERM):
+        while signal_group(process.pid, 0) and time.monotonic() < deadline_s:
             process.poll()
             time.sleep(POLL_S)
-        _signal(process.pid, signal.SIGKILL)
+        signal_group(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _signal(group: int, number: int) -> bool:
-    """Whether there was a group to signal."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(group, number)
-        return True
-    return False

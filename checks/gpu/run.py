@@ -6,7 +6,6 @@ not been run on one.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from checks.gpu.process import LAST_LINES, echoed
 from checks.gpu.record import PartFailed
+from harness.run_dirs import summary_of
 from sglang_bridge.server.launch import last_lines
 
 CONFIG = "examples/arithmetic/demo.yaml"
@@ -65,8 +65,7 @@ def measure(limit_s: float, *, dry: bool) -> dict[str, Any]:
         for setting in (f"run.dir={run_dir}", *(DRY if dry else ON_GPU)):
             command += ["--set", setting]
         exit_code, said = echoed(command)
-        summary = run_dir / "summary.json"
-        found = json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {}
+        found = summary_of(run_dir)
         figures = {key: found.get(key) for key in KEPT}
         figures |= {key: found[key] for key in found if key.startswith(MISMATCH)}
         if exit_code != 0:

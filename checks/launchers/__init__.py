@@ -1,6 +1,6 @@
 """One job through every cluster.type, on this machine.
 
-    python -m checks launchers [--steps 60] [--only WORD]
+    python -m checks launchers [--steps 60] [--only WORD] [--limit N]
 
 The arithmetic example, whose only difference is what starts its processes: `opd run` itself (twice:
 the second run says how far two runs differ anyway), a Ray cluster of one raylet and of three, a
@@ -19,7 +19,6 @@ the code that made it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import subprocess
@@ -32,9 +31,9 @@ from typing import Any
 
 from checks.launchers.kinds import KINDS, Job
 from checks.launchers.watched import FACTS, as_meant
-from harness.case_rows import append_row, fingerprint_of, kept_rows, say
+from harness.case_rows import case_parser, fingerprint_of, run_commits, run_missing
+from harness.run_dirs import summary_of
 from harness.tree import ROOT
-from megatron_opd.metrics.summary import commit
 
 ROWS = Path("runs") / "launchers" / "rows.jsonl"
 KEYS = (
@@ -55,24 +54,19 @@ Tree = dict[str, Any]
 
 def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
     """Run what is missing; every kind's figures, and which of them failed."""
-    parser = argparse.ArgumentParser(prog="python -m checks launchers")
+    parser = case_parser("python -m checks launchers")
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--only", default="", metavar="WORD", help="kinds whose name holds it")
     parsed = parser.parse_args(list(options))
-    prints = {name: fingerprint_of([name, parsed.steps], "checks/launchers") for name in KINDS}
-    kept = kept_rows(rows, prints)
-    for name in KINDS:
-        if name not in kept and parsed.only in name:
-            figures = _run(name, parsed.steps)
-            row = {"name": name, "fingerprint": prints[name], "commit": commit()}
-            kept[name] = row | {"figures": figures}
-            append_row(rows, kept[name])
-            say(f"{name}: {figures['status']} after {figures['seconds']:.0f} s")
+    chosen = [name for name in KINDS if parsed.only in name]
+    prints = {name: fingerprint_of([name, parsed.steps], "checks/launchers") for name in chosen}
+    kept = run_missing(
+        prints, lambda name: {"figures": _run(name, parsed.steps)}, rows, parsed.limit
+    )
     done = {name: row["figures"] for name, row in kept.items()}
     return {
-        "run_commits": sorted({str(row["commit"]) for row in kept.values()}),
+        "run_commits": run_commits(kept.values()),
         "steps": parsed.steps,
-        "missing": [name for name in KINDS if name not in kept],
+        "missing": [name for name in chosen if name not in kept],
         "accuracy_after_pct": {n: f.get("student_accuracy_after_pct") for n, f in done.items()},
         "kinds": done,
         "failed": [name for name, f in done.items() if not as_meant(f)],
@@ -87,15 +81,14 @@ def _run(name: str, steps: int) -> Tree:
         environment = os.environ | {"PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         figures: Tree = {"seconds": time.monotonic() - began_s, "exit_code": done.returncode}
-        summary = Path(directory) / "run" / "summary.json"
+        found = summary_of(Path(directory) / "run")
         facts = Path(directory) / FACTS
         if facts.exists():
             figures["watched"] = json.loads(facts.read_text(encoding="utf-8"))
         said = (done.stdout + done.stderr).splitlines()
-        if not summary.exists():
+        if not found:
             return {"status": "no summary", "said": said[-20:]} | figures
         figures["said"] = [line for line in said if line.startswith("error:")]
-        found = json.loads(summary.read_text(encoding="utf-8"))
         lines = [line for line in done.stdout.splitlines() if line.startswith("nodes: ")]
         return {key: found.get(key) for key in KEYS} | {"placed": lines} | figures
 

@@ -56,7 +56,7 @@ class Hub:
     big: int = 0
     site_faults: int = 0
 
-    async def order(self, lane: int, **fields: Any) -> None:
+    async def order(self, lane: int, **fields: object) -> None:
         """Send an order with its number."""
         text = json.dumps({"number": self.numbers[lane], **fields}).encode()
         self.numbers[lane] += 1

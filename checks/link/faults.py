@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+
+import zmq
 
 from checks.link.proxy import flipped
+from megatron_opd.wire.dealer import Dealer
 from megatron_opd.wire.link import ends
 from megatron_opd.wire.link.sending import SendLane
-from megatron_opd.wire.link.wire import Buffer
+from megatron_opd.wire.router import Router
+from megatron_opd.wire.sockets import Buffer
 
 KEPT = 200
 KINDS = ("damaged", "repeated", "replayed", "lost")
@@ -23,37 +26,44 @@ class Faults:
         self.done = dict.fromkeys(KINDS, 0)
         self._share, self._chance = share, random.Random(seed)
         self._kept: list[list[bytes]] = []
-        self._put = ends.put
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Let every frame of this process pass through here."""
-        ends.put = self.put
+        """Let every frame of this process's links pass through here."""
+        put = self.put
+
+        class HarmedRouter(Router):
+            def _send(self, frames: Sequence[Buffer]) -> None:
+                put(super()._send, frames)
+
+        class HarmedDealer(Dealer):
+            def _send(self, frames: Sequence[Buffer]) -> None:
+                put(super()._send, frames)
+
+        ends.Router, ends.Dealer = HarmedRouter, HarmedDealer
         try:
             yield
         finally:
-            ends.put = self._put
+            ends.Router, ends.Dealer = Router, Dealer
 
-    def put(self, socket: Any, frames: Sequence[Buffer]) -> bool:
+    def put(self, send: Callable[[Sequence[Buffer]], None], frames: Sequence[Buffer]) -> None:
         """Send frames, or what becomes of them."""
         if len(frames) < 2:
-            return self._put(socket, frames)
+            return send(frames)
         kept = [bytes(frame) for frame in frames]
         self._kept = [*self._kept[-KEPT:], kept]
         if self._chance.random() >= self._share:
-            return self._put(socket, kept)
+            return send(kept)
         kind = self._chance.choice(KINDS)
         self.done[kind] += 1
         if kind == "damaged":
-            return self._put(socket, [*kept[:-1], flipped(kept[-1], self._chance)])
+            return send([*kept[:-1], flipped(kept[-1], self._chance)])
         if kind == "lost":
-            return True
-        if kind == "replayed":  # over the connection of now
-            other = self._chance.choice(self._kept)
-            self._put(socket, [*kept[:-2], *other[-2:]])
-        else:
-            self._put(socket, kept)
-        return self._put(socket, kept)
+            return None
+        other = self._chance.choice(self._kept) if kind == "replayed" else kept
+        with contextlib.suppress(zmq.ZMQError):  # it may name no connection
+            send([*kept[:-2], *other[-2:]])  # over the connection of now
+        return send(kept)
 
 
 @contextlib.contextmanager

@@ -29,13 +29,13 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from typing import Any, get_args
 
 from checks.schedule_properties.checks import Control, Leg, check, run_of
 from checks.schedule_properties.plans import plan_of
 from harness.case_rows import say
+from harness.processes import mapped
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.records.drops import GROUP_REASONS, INCOMPLETE_BATCH
 
@@ -94,12 +94,7 @@ def _control(control: Control, seeds: range, jobs: int) -> Tree:
 def _outcomes(
     seeds: Sequence[int], jobs: int, control: Control | None
 ) -> Iterator[tuple[str, Tree]]:
-    one = partial(outcome, control=control)
-    if jobs == 1:
-        yield from map(one, seeds)
-        return
-    with ProcessPoolExecutor(jobs) as pool:
-        yield from pool.map(one, seeds, chunksize=64)
+    return mapped(partial(outcome, control=control), seeds, jobs, chunk=64)
 
 
 def outcome(seed: int, control: Control | None = None) -> tuple[str, Tree]:

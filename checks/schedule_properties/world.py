@@ -79,7 +79,7 @@ class Servers:
         while not condition():
             await self._changed.wait()
 
-    async def stranded(self) -> None:
+    async def until_none_serves(self) -> None:
         """Return once no server serves."""
         await self.until(lambda: not self.serving)
 
@@ -238,15 +238,15 @@ class Syncer:
     async def make_room(self) -> None:
         """Do nothing: servers and learner share nothing."""
 
-    async def stranded(self) -> None:
+    async def until_none_serves(self) -> None:
         """See ports.WeightSyncer."""
-        await self._servers.stranded()
+        await self._servers.until_none_serves()
 
     async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
         """Bring the current version to servers that came back when no other is left."""
         servers = self._servers
         while True:
-            await servers.stranded()
+            await servers.until_none_serves()
             await servers.until(lambda: any(server.up for server in servers.all))
             async with learner:
                 version = current()

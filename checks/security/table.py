@@ -5,7 +5,6 @@ Invariant: after each attack the door must answer who may ask, and the run must 
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 import signal
@@ -23,6 +22,7 @@ import psutil
 from checks.security import http_attacks, zmq_attacks
 from checks.security.http_attacks import BODY, Target
 from checks.security.raw import Door, Outcome
+from harness.run_dirs import summary_of, updates_of
 from harness.tree import ROOT
 from megatron_opd.transport.messages import LearnerInfo, RankHello, encode
 from megatron_opd.wire.keys import KEYS_FILE, RunKeys
@@ -65,8 +65,7 @@ class Attacked:
 
     def updates(self) -> int:
         """Updates that it has made."""
-        metrics = self.run_dir / "metrics.jsonl"
-        return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+        return len(updates_of(self.run_dir))
 
     def wait(self, updates: int, limit_s: float) -> None:
         """Wait until it has made so many. RuntimeError: it ended, or does not go on."""
@@ -145,7 +144,7 @@ def security_table(scratch: Path, only: Sequence[str]) -> dict[str, Any]:
         rows += http_rows(run, "opd watch", watch(port, token), watch_log, chosen, left_open=())
         arguments = all_arguments(run.process.pid)
         meanwhile = [path.name for path in found_in(run.run_dir, secret)]
-    summary = json.loads((run.run_dir / "summary.json").read_text())
+    summary = summary_of(run.run_dir)
     outputs = [run.output.read_text(errors="replace"), watch_log.read_text(errors="replace")]
     return {
         "rows": rows,

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from harness.run_dirs import rows_of, summary_of, updates_of
 
 Tree = dict[str, Any]
 
@@ -29,10 +30,9 @@ class Record:
     def read(cls, run_dir: Path) -> Record:
         """Return the record of a run; empty where it made none."""
         rows = rows_of(run_dir / "rollouts.jsonl")
-        summary = run_dir / "summary.json"
         return cls(
-            json.loads(summary.read_text(encoding="utf-8")) if summary.exists() else {},
-            rows_of(run_dir / "metrics.jsonl"),
+            summary_of(run_dir),
+            updates_of(run_dir),
             [row for row in rows if row["version"] is not None],
             [row for row in rows if row["version"] is None],
         )
@@ -62,12 +62,6 @@ class Record:
             "versions_sampled_with": len(self.versions),
             "staleness_max_versions": self.summary.get("staleness_max_versions"),
         }
-
-
-def rows_of(path: Path) -> list[Tree]:
-    """Return the complete rows of a file."""
-    lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
 def broken_promises(record: Record, updates: int, batch: int, slots: int) -> list[str]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from checks.link.faults import Faults
 from megatron_opd.cli.main import console
-from megatron_opd.wire.link.wire import Buffer
+from megatron_opd.wire.sockets import Buffer
 
 MODULE = "checks.sites_chaos.harmed"
 
@@ -28,14 +27,13 @@ class ToldFaults(Faults):
         self._told = told
         self._count = 0
 
-    def put(self, socket: Any, frames: Sequence[Buffer]) -> bool:
+    def put(self, send: Callable[[Sequence[Buffer]], None], frames: Sequence[Buffer]) -> None:
         """Send frames, or what becomes of them."""
-        sent = super().put(socket, frames)
+        super().put(send, frames)
         if (count := sum(self.done.values())) > self._count:
             self._count = count
             with self._told.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(self.done) + "\n")
-        return sent
 
 
 def harmed(share: float, seed: int, told: Path) -> list[str]:

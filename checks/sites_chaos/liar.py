@@ -16,7 +16,8 @@ from megatron_opd.cli.main import console
 from megatron_opd.records.types import Sample, VersionSpan
 from megatron_opd.sites import site_weights
 from megatron_opd.sites.messages import Serving
-from megatron_opd.sites.sampling import Finished, SiteSampling
+from megatron_opd.sites.outbox import Finished
+from megatron_opd.sites.sampling import SiteSampling
 
 MODULE = "checks.sites_chaos.liar"
 AHEAD = 1000

@@ -15,8 +15,8 @@ import psutil
 import yaml
 
 from checks.link.proxy import Proxy
-from checks.sites_chaos.checks import rows_of
 from harness.processes import END_S, OPD, started
+from harness.run_dirs import updates_of
 from megatron_opd.sites.keys import SiteKeys, keys_file
 
 BASE = Path("examples/sites/two_sites.yaml")
@@ -135,7 +135,7 @@ class Party:
 
     def made(self) -> int:
         """Return how many updates there are."""
-        return len(rows_of(self.run_dir / "metrics.jsonl"))
+        return len(updates_of(self.run_dir))
 
 
 def code_of(process: subprocess.Popen[bytes]) -> int | None:

@@ -21,6 +21,7 @@ import psutil
 from megatron_opd.launch.launcher import Need, NodePlace, ProcessSpec
 from megatron_opd.launch.slurm import SlurmLauncher
 from megatron_opd.launch.slurm_process import SlurmProcess
+from tests.support.trees import lives
 
 NEEDS = (
     Need("learner", 0, 2),
@@ -154,16 +155,8 @@ def timed(act: Callable[[], Any], seen: dict[str, Any]) -> dict[str, Any]:
     left = everything(seen)
     while left and time.monotonic() - start_s < LONGEST_S:
         time.sleep(0.05)
-        left = [pid for pid in left if runs(pid)]
+        left = [pid for pid in left if lives(pid)]
     return {"gone_after_s": since(start_s), "processes_left": len(left)}
-
-
-def runs(pid: int) -> bool:
-    """Whether there is such a process that is no zombie."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def kill_srun(process: SlurmProcess) -> None:

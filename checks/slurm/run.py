@@ -11,6 +11,7 @@ from typing import Any
 import psutil
 
 from checks.slurm.here import OneMachine, write_program
+from harness.run_dirs import summary_of
 from harness.tree import ROOT
 
 JOB = "examples/cluster/job.slurm"
@@ -65,8 +66,7 @@ class Job:
             state = self.slurm.ended(self.job, RUN_S)
         finally:
             self.slurm.ask("scancel", self.job)
-        file = self.folder / "run" / "summary.json"
-        summary = json.loads(file.read_text()) if file.exists() else {}
+        summary = summary_of(self.folder / "run")
         found = {key: summary[key] for key in KEPT if key in summary}
         found["state"], found["processes_left"] = state, len(self.processes())
         found["said"] = [line for line in self.lines() if line.startswith(SAID)]
@@ -98,8 +98,11 @@ def recovery(slurm: OneMachine) -> dict[str, Any]:
     job = Job(
         slurm,
         "recovery",
-        *("run.max_steps=40", "evaluation.problems=16", "student.servers=2"),
-        *("learner.parallel.dp=2", "cluster.ranks_per_node=1"),
+        "run.max_steps=40",
+        "evaluation.problems=16",
+        "student.servers=2",
+        "learner.parallel.dp=2",
+        "cluster.ranks_per_node=1",
     )
     killed: list[str] = []
     if job.until_update(2):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from benchmarks.data_path.parts import NoWeights, prompts
+from benchmarks.data_path.servers import serving
 from benchmarks.data_workers import pool_of
 from checks.stalls.asked import answer_signal, say
 from checks.stalls.cases import (
@@ -28,22 +29,22 @@ from checks.stalls.cases import (
     WARM_UPDATES,
     Stall,
 )
-from checks.stalls.outside import Outside, head, servers
+from checks.stalls.outside import Outside, head
 from megatron_opd.config.roles import Role
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import make_schedule
+from megatron_opd.data_workers.fleet_calls import sampled_by_workers, scored_by_workers
 from megatron_opd.data_workers.pool import WorkerPool
-from megatron_opd.data_workers.through import sampled_by_workers, scored_by_workers
 from megatron_opd.fleet.clients import make_fleet
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.launch.health import WatchedProcess
 from megatron_opd.launch.processes import Processes
 from megatron_opd.metrics.types import Depths, WeightSyncReport
 from megatron_opd.records.types import Batch, LearnerTurn
-from megatron_opd.rollout.generator import make_generator
-from megatron_opd.rollout.scorer import make_scorer
+from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.run.batch_learner import BatchLearner
 from megatron_opd.transport.messages import UpdateMetrics
 from megatron_opd.transport.remote_learner import Admission, RemoteLearner
@@ -121,7 +122,8 @@ async def main(stall: Stall, workers: int, seconds: float) -> None:
     """Run a case."""
     answer_signal()
     keys = RunKeys.make()
-    with servers(0.0 if stall.bounded else CONTROL_PACE_S) as (students, teacher):
+    pace_s = 0.0 if stall.bounded else CONTROL_PACE_S
+    with serving("checks.stalls.servers", str(pace_s)) as (*students, teacher):
         config = Config.model_validate(stall.settings(teacher))
         remote = RemoteLearner(config, Admission(keys))
         with head(remote.address, keys) as process:
@@ -201,8 +203,8 @@ def ports_of(
         elsewhere = scored_by_workers(pool, {"teacher": vocab_size})
     return Ports(
         prompts=prompts(SAMPLES),
-        rollout=make_generator(config, students, vocab_size, "bench", (), sample),
-        teacher=make_scorer(config, {"teacher": teachers}, vocab_size, "bench", None, elsewhere),
+        rollout=RolloutGenerator(config, students, vocab_size, "bench", (), sample),
+        teacher=FleetScorer(config, {"teacher": teachers}, vocab_size, "bench", None, elsewhere),
         learner=learner,
         weight_sync=Weights(students),
         observer=cast(Any, watcher),

@@ -17,7 +17,7 @@ from benchmarks.data_path.cases import VOCAB
 from benchmarks.data_path.parts import FIGURES
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner.channel import ControllerChannel
-from megatron_opd.learner.collecting import Collector
+from megatron_opd.learner.share_collector import Collector
 from megatron_opd.transport.frames import from_frames
 from megatron_opd.transport.messages import (
     LearnerInfo,

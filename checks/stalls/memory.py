@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-import psutil
 
 MIB = 1 << 20
 BLOCKS = 10
@@ -44,12 +43,6 @@ def open_sockets(pid: int) -> int:
         with contextlib.suppress(FileNotFoundError):
             count += os.readlink(entry).startswith("socket:")
     return count
-
-
-def cpu_s(pid: int) -> float:
-    """Return the CPU seconds that a process has used."""
-    times = psutil.Process(pid).cpu_times()
-    return times.user + times.system
 
 
 def slope(looks: Sequence[Look], name: str) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -48,21 +47,6 @@ class Outside:
         assert self.head.stdin is not None
         self.head.stdin.write(f"{line}\n".encode())
         self.head.stdin.flush()
-
-
-@contextmanager
-def servers(student_pace_s: float) -> Iterator[tuple[list[str], str]]:
-    """Run the fake servers; yield the addresses of the students and the teacher."""
-    command = [sys.executable, "-m", "checks.stalls.servers", str(student_pace_s)]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        ports = json.loads(process.stdout.readline())
-        *students, teacher = (f"http://127.0.0.1:{port}" for port in ports)
-        try:
-            yield students, teacher
-        finally:
-            process.stdin.close()
 
 
 @contextmanager

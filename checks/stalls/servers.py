@@ -18,7 +18,7 @@ from aiohttp import web
 
 from benchmarks.data_path.cases import make_rows
 from benchmarks.data_path.replies import CONTENT_TYPE, rollout_reply, score_reply
-from benchmarks.data_path.servers import LARGEST_REQUEST, NAME, STATE, Role
+from benchmarks.data_path.servers import NAME, STATE, Role, serve
 from checks.stalls.cases import PACE_S, SAMPLES, SLOWER, Behaviour
 from sglang_bridge import wire
 
@@ -84,7 +84,7 @@ class Server:
         return {"ranks": [{"checksums": said, "parallelism_info": [{"tp_rank": 0}]}]}
 
 
-async def serve(student_pace_s: float) -> None:
+def main(student_pace_s: float) -> None:
     """Serve until standard input ends."""
     rows = make_rows(SAMPLES)
 
@@ -96,19 +96,8 @@ async def serve(student_pace_s: float) -> None:
         Server(sampled, student_pace_s),
         Server(lambda rid, version: score_reply(SAMPLES, rows, rid), PACE_S),
     )
-    ports: list[int] = []
-    for server in servers:
-        app = web.Application(client_max_size=LARGEST_REQUEST)
-        app.router.add_route("*", "/{path:.*}", server.handle)
-        # what its client has given up is forgotten
-        runner = web.AppRunner(app, handler_cancellation=True)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        ports.append(runner.addresses[0][1])
-    sys.stdout.write(json.dumps(ports) + "\n")
-    sys.stdout.flush()
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    asyncio.run(serve(*(server.handle for server in servers)))
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(float(sys.argv[1])))
+    main(float(sys.argv[1]))

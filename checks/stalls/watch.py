@@ -14,7 +14,8 @@ from typing import IO, Any
 
 import psutil
 
-from checks.stalls.memory import Look, cpu_s, look, open_sockets, slope
+from checks.stalls.memory import Look, look, open_sockets, slope
+from harness.processes import cpu_s
 
 EVERY_S = 1.0
 ANSWER_S = 30.0

@@ -14,7 +14,7 @@ Two controls must fail: with weight_sync.tries: 1 a killed server ends the sync,
 without verification a flipped bit stays, in that slice alone.
 
 What it cannot say: one machine, over loopback; a network that is cut is not among the faults, and
-neither is a learner rank (a later study). How long a stopped server costs is weight_sync.timeout_s
+neither is a learner rank (see chaos). How long a stopped server costs is weight_sync.timeout_s
 and nothing else.
 
 Rows are kept in runs/sync_chaos/rows.jsonl as they come; stopped, it goes on where it was. A row
@@ -41,6 +41,7 @@ from harness.case_rows import (
     kept_rows,
     model_with_tokenizer,
     own_directory,
+    run_commits,
     run_program,
     say,
 )
@@ -81,7 +82,7 @@ def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
                 kept[name] = row | {"kind": str(wanted[name]), "figures": figures}
             say(f"{len(kept)}/{len(wanted)} rows, {time.monotonic() - began:.0f} s")
     return {
-        "run_commits": sorted({str(row["commit"]) for row in kept.values()}),
+        "run_commits": run_commits(kept.values()),
         "timeout_s": TIMEOUT_S,
         "relay": arguments.relay,
         "rows_wanted": len(wanted),

@@ -8,21 +8,20 @@ CASE.json: {config, faults, seed, out}.
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.weight_sync.flipped import differing, flipped_tensor, send_instead
 from checks.sync_chaos.faults import FLIPPED
 from checks.sync_chaos.hooks import Hooked, at_phase
 from checks.sync_chaos.requests import Requests
-from harness.learner_world import learner_world
+from harness.case_rows import case_main
 from harness.synthetic import Shape, sample
+from harness.weights import differing, flipped_tensor, send_instead
+from harness.world import fleet_of, learner_world, started_world
 from megatron_opd.config.schema import Config
 from megatron_opd.fleet.clients import make_fleet
 from megatron_opd.launch.processes import Processes
@@ -30,14 +29,13 @@ from megatron_opd.launch.servers import server_processes
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.records.types import Batch
 from megatron_opd.run.batch_learner import BatchLearner
+from megatron_opd.transport.remote_learner import RemoteLearner
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.fleet import Fleet
-from sglang_bridge.lifetime import die_with_parent
 
-STARTUP_S = 400.0
 SLOTS = 4
 LATEST_S, SHORT_S = 0.05, 0.01
 """A fault comes so long after its phase began, at the latest: in a long and in a short one."""
@@ -46,68 +44,64 @@ BATCH = Shape(samples=4, prompt=8, response=16, least_ids=1, most_ids=1)
 Tree = dict[str, Any]
 
 
+async def run(asked: Tree, scratch: Path) -> Tree:
+    """Start everything, let the faults happen, stop everything; {row: figures}."""
+    config = Config.model_validate(asked["config"])
+    learner = remote, _ = learner_world(config, scratch)
+    servers = server_processes(config, "student", scratch)
+    async with started_world(servers, learner) as up, fleet_of(config, up) as fleet:
+        return await Round(asked, config, remote, up, fleet).figures()
+
+
 class Round:
     """The processes of a round and what connects them."""
 
-    def __init__(self, asked: Tree, scratch: Path) -> None:
-        self.asked = asked
-        self.config = Config.model_validate(asked["config"])
+    def __init__(
+        self, asked: Tree, config: Config, remote: RemoteLearner, processes: Processes, fleet: Fleet
+    ) -> None:
+        self.asked, self.config = asked, config
+        self.remote, self.processes, self.fleet = remote, processes, fleet
         self.random = random.Random(asked["seed"])
-        self.vocab = read_model_spec(self.config.student.model).vocab_size
-        self.remote, world = learner_world(self.config, scratch)
-        servers = server_processes(self.config, "student", scratch)
-        self.processes = Processes(servers, world)
+        self.vocab = read_model_spec(config.student.model).vocab_size
         self.version = 0
 
     async def figures(self) -> Tree:
-        """Start everything, let the faults happen, stop everything; {row: figures}."""
-        fleet: Fleet | None = None
-        try:
-            self.processes.start()
-            servers = self.processes.servers
-            waits = [asyncio.to_thread(server.wait_ready, STARTUP_S) for server in servers]
-            await asyncio.gather(self.remote.wait_ready(STARTUP_S), *waits)
-            fleet = make_fleet(self.config.student, [server.spec.url for server in servers])
-            await fleet.start()
-            found: Tree = {}
-            hooked = Hooked(fleet)
-            kind = transport_kind(self.config.weight_sync)
-            transport = Hooked(kind.fleet_part(fleet, self.remote.move_weights, self.config))
-            session = self._session(fleet, hooked, transport)
-            await session.open()
-            await session.sync(self.version)  # as a run's first one
-            for fault in self.asked["faults"]:
-                found[fault["row"]] = await self._fault(fault, fleet, hooked, transport, session)
-            return found
-        finally:
-            if fleet is not None:
-                await fleet.close()
-            await self.remote.stop()
-            await self.processes.stop()
+        """Let the faults happen, one after the other; {row: figures}."""
+        found: Tree = {}
+        hooked = Hooked(self.fleet)
+        kind = transport_kind(self.config.weight_sync)
+        transport = Hooked(kind.fleet_part(self.fleet, self.remote.move_weights, self.config))
+        session = self._session(hooked, transport)
+        await session.open()
+        await session.sync(self.version)  # as a run's first one
+        for fault in self.asked["faults"]:
+            found[fault["row"]] = await self._fault(fault, hooked, transport, session)
+        return found
 
-    def _session(self, fleet: Fleet, hooked: Any, transport: Any) -> WeightSync:
+    def _session(self, hooked: Any, transport: Any) -> WeightSync:
         settings = self.config.weight_sync
         return WeightSync(
-            hooked, self.remote, transport, settings, lambda url, why: self._lose(fleet, url)
+            hooked, self.remote, transport, settings, lambda url, why: self._lose(url)
         )
 
-    def _lose(self, fleet: Fleet, url: str) -> bool:
-        """As megatron_opd.cli.survivors."""
-        if url in fleet.urls:
-            if len(fleet.urls) == 1:
+    def _lose(self, url: str) -> bool:
+        """Give a server up, as a run does, unless it is the last one."""
+        if url in self.fleet.urls:
+            if len(self.fleet.urls) == 1:
                 return False
-            fleet.drop(url)
+            self.fleet.drop(url)
             self.processes.discard(url)
         return True
 
     async def _fault(
-        self, fault: Tree, fleet: Fleet, hooked: Hooked, transport: Hooked, session: WeightSync
+        self, fault: Tree, hooked: Hooked, transport: Hooked, session: WeightSync
     ) -> Tree:
         """One fault in one weight sync, and whether what must hold does."""
+        fleet = self.fleet
         (victim, *_) = self.random.sample(fleet.urls[1:] or fleet.urls, 1)
         before = set(fleet.urls)
         await self._train()
-        old = await self._digests(fleet)
+        old = await self._digests()
         self.version += 1
         flips = fault["how"] == FLIPPED
         happened = at_phase(
@@ -130,7 +124,7 @@ class Round:
             at_s = await happened - began
             missed = at_s > seconds  # the sync was over before the fault came
             if not flips:  # it came after the sync's last step: the next one would notice
-                self._lose(fleet, victim)
+                self._lose(victim)
         figures: Tree = {
             "seconds": seconds,
             "tries": tries,
@@ -147,7 +141,7 @@ class Round:
             differ = await differing(fleet, self.remote)
             versions = set((await fleet.versions()).values())
             figures |= {"differing": differ, "versions": sorted(versions)}
-            figures["changed"] = old != await self._digests(fleet)
+            figures["changed"] = old != await self._digests()
             held = self._held(fault, figures, victim)
         return figures | {"victim": victim, "held": held and not requests.lost}
 
@@ -190,19 +184,11 @@ class Round:
         learner = BatchLearner(self.config, self.remote)
         await learner.train(Batch(self.version, self.version, samples))
 
-    async def _digests(self, fleet: Fleet) -> list[str]:
+    async def _digests(self) -> list[str]:
         """Of the server that is never hurt."""
-        client: ServerClient = fleet.clients[0]
+        client: ServerClient = self.fleet.clients[0]
         return [piece.digest for piece in await client.weight_digests()]
 
 
-def main(file: Path) -> None:
-    """Write the figures of the round in `file` to where it says."""
-    die_with_parent()
-    asked: Tree = json.loads(file.read_text(encoding="utf-8"))
-    figures = asyncio.run(Round(asked, file.parent).figures())
-    Path(asked["out"]).write_text(json.dumps(figures), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    case_main(run)

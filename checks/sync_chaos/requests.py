@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
-import itertools
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import numpy as np
-
+from harness.requests import in_flight
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.retry import Backoff, is_lost_connection, retried
 
 TRIES = 5
-PROMPT_TOKENS, MOST_TOKENS = 16, 48
+TOKENS = 48
 
 
 class Requests:
@@ -27,7 +24,6 @@ class Requests:
     def __init__(self, fleet: Fleet, slots: int, vocab_size: int, version: int) -> None:
         self._fleet, self._slots, self._vocab_size = fleet, slots, vocab_size
         self._version = version
-        self._numbers = itertools.count()
         self.restarted = 0
         self.servers_stopped = False
         self.lost: list[str] = []
@@ -35,38 +31,27 @@ class Requests:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Sample inside the block; what is in flight at its end is waited for, if servers go on."""
-        ended = asyncio.Event()
-        slots = [asyncio.create_task(self._slot(ended)) for _ in range(self._slots)]
-        try:
-            yield
-        finally:
-            ended.set()
-            if self.servers_stopped:
-                for slot in slots:
-                    slot.cancel()
-            await asyncio.gather(*slots, return_exceptions=True)
-
-    async def _slot(self, ended: asyncio.Event) -> None:
-        random = np.random.default_rng(next(self._numbers))
-        while not ended.is_set():
-            prompt = random.integers(0, self._vocab_size, PROMPT_TOKENS).astype(np.int32)
-            name, length = f"chaos-{self._version}-{next(self._numbers)}", MOST_TOKENS
-            request = RolloutRequest(rid=name, input_ids=prompt, max_new_tokens=length)
+        name, tokens = f"chaos-{self._version}", range(TOKENS, TOKENS + 1)
+        async with in_flight(self._ask, self._slots, self._vocab_size, tokens, name) as slots:
             try:
-                reply = await retried(
-                    lambda earlier, asked=request: self._once(asked, earlier),
-                    Backoff(TRIES),
-                    is_lost_connection,
-                )
-            except BridgeError as error:
-                self.lost.append(str(error))
-                continue
-            versions = [version for version, _, _ in reply.spans]
-            if versions != sorted(versions) or not set(versions) <= {
-                self._version - 1,
-                self._version,
-            }:
-                self.lost.append(f"{name}: versions {versions} in weight sync {self._version}")
+                yield
+            finally:
+                if self.servers_stopped:
+                    for slot in slots:
+                        slot.cancel()
+
+    async def _ask(self, request: RolloutRequest) -> None:
+        try:
+            reply = await retried(
+                lambda earlier: self._once(request, earlier), Backoff(TRIES), is_lost_connection
+            )
+        except BridgeError as error:
+            self.lost.append(str(error))
+            return
+        versions = [version for version, _, _ in reply.spans]
+        there = {self._version - 1, self._version}
+        if versions != sorted(versions) or not set(versions) <= there:
+            self.lost.append(f"{request.rid}: versions {versions} in weight sync {self._version}")
 
     async def _once(self, request: RolloutRequest, earlier: int) -> RolloutReply:
         self.restarted += earlier > 0

@@ -25,9 +25,7 @@ for the code that made it.
 
 from __future__ import annotations
 
-import argparse
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -35,15 +33,14 @@ from typing import Any
 
 from checks.sync_layouts.cases import FLEETS, LEARNERS, Case, all_cases
 from harness.case_rows import (
-    append_row,
-    kept_rows,
+    case_parser,
     old_and_new,
     own_directory,
+    run_commits,
+    run_missing,
     run_program,
-    say,
 )
 from harness.tiny_models import MODELS
-from megatron_opd.metrics.summary import commit
 
 ROWS = Path("runs") / "sync_layouts" / "rows.jsonl"
 LIMIT_S = 600.0
@@ -54,30 +51,23 @@ Tree = dict[str, Any]
 
 def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
     """Run what is missing; every case by name, and which of them failed."""
-    parser = argparse.ArgumentParser(prog="python -m checks sync_layouts")
-    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name holds it")
-    parser.add_argument("--limit", type=int, help="run at most so many of the missing cases")
-    arguments = parser.parse_args(list(options))
-    cases = [case for case in all_cases() if arguments.only in case.name]
-    prints = {case.name: case.fingerprint() for case in cases}
-    kept = kept_rows(rows, prints)
-    missing = [case for case in cases if case.name not in kept]
+    arguments = case_parser("python -m checks sync_layouts").parse_args(list(options))
+    cases = {case.name: case for case in all_cases() if arguments.only in case.name}
+    prints = {name: case.fingerprint() for name, case in cases.items()}
     with tempfile.TemporaryDirectory(prefix="opd-sync-layouts-") as directory:
         scratch = Path(directory)
         models = {name: old_and_new(scratch / name, config) for name, config in MODELS.items()}
-        for case in missing[: arguments.limit]:
-            began = time.monotonic()
-            figures = run_case(case, models[case.model], scratch)
-            row = {"name": case.name, "fingerprint": prints[case.name], "commit": commit()}
-            row |= {"factors": asdict(case), "figures": figures}
-            append_row(rows, row)
-            kept[case.name] = row
-            say(f"{len(kept)}/{len(cases)} {case.name}: {time.monotonic() - began:.0f} s")
+
+        def run(name: str) -> Tree:
+            figures = run_case(cases[name], models[cases[name].model], scratch)
+            return {"factors": asdict(cases[name]), "figures": figures}
+
+        kept = run_missing(prints, run, rows, arguments.limit)
     done = {name: row["factors"] | row["figures"] for name, row in kept.items()}
     return {
-        "run_commits": sorted({str(row["commit"]) for row in kept.values()}),
+        "run_commits": run_commits(kept.values()),
         "cases_wanted": len(cases),
-        "missing": [case.name for case in cases if case.name not in kept],
+        "missing": [name for name in cases if name not in kept],
         "worst_error_nats": _worst(done),
         "cases": done,
         "failed": [name for name, figures in done.items() if not _passed(figures)],

@@ -2,39 +2,28 @@
 
 python -m checks.sync_layouts.case CASE.json
 
-CASE.json: {config, old, staging, out}; config.student.model is the learner's checkpoint, `old` that
+CASE.json: {config, old, out}; config.student.model is the learner's checkpoint, `old` that
 of the servers.
 """
 
 from __future__ import annotations
 
-import asyncio
-import json
-import sys
-from collections.abc import Sequence
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from harness.learner_world import learner_world
+from harness.case_rows import case_main
+from harness.weights import shard_bytes
+from harness.world import fleet_of, learner_world, started_world, with_model
 from megatron_opd.config.schema import Config
-from megatron_opd.fleet.clients import make_fleet
-from megatron_opd.launch.processes import Processes
 from megatron_opd.launch.servers import server_processes
 from megatron_opd.models.spec import ModelSpec, read_model_spec
-from megatron_opd.models.tensors import expected_tensors
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge.client import ServerClient
-from sglang_bridge.fleet import Fleet
-from sglang_bridge.lifetime import die_with_parent
-from sglang_bridge.protocol import ScoreRequest, WeightPiece
-from sglang_bridge.server.launch import ServerProcess
-from sglang_bridge.weights.formats import PLAIN_BYTES
+from sglang_bridge.protocol import ScoreRequest
 
-STARTUP_S = 300.0
 SEQUENCES, PROMPT, RESPONSE = 4, 5, 40
 Tree = dict[str, Any]
 
@@ -48,16 +37,9 @@ async def run(asked: Tree, scratch: Path) -> Tree:
     loaded = None
     if config.student.dtype != "float32":
         loaded = await logp_of_loaded(config, sequences, scratch)
-    remote, world = learner_world(config, scratch)
+    learner = remote, _ = learner_world(config, scratch)
     servers = server_processes(with_model(config, asked["old"]), "student", scratch)
-    processes = Processes(servers, world)
-    fleet: Fleet | None = None
-    try:
-        processes.start()
-        waits = [asyncio.to_thread(server.wait_ready, STARTUP_S) for server in servers]
-        await asyncio.gather(remote.wait_ready(STARTUP_S), *waits)
-        fleet = make_fleet(config.student, [server.spec.url for server in servers])
-        await fleet.start()
+    async with started_world(servers, learner) as up, fleet_of(config, up) as fleet:
         before = [await scores(client, sequences) for client in fleet.clients]
         transport = transport_kind(config.weight_sync).fleet_part(
             fleet, remote.move_weights, config
@@ -78,17 +60,6 @@ async def run(asked: Tree, scratch: Path) -> Tree:
             "received_bytes": transport.num_bytes,
             "shard_bytes": max(max(shard_bytes(spec, held)) for held in pieces.values()),
         }
-    finally:
-        if fleet is not None:
-            await fleet.close()
-        await remote.stop()
-        await processes.stop()
-
-
-def with_model(config: Config, model: str) -> Config:
-    """The configuration with another student checkpoint."""
-    student = config.student.model_copy(update={"model": Path(model)})
-    return config.model_copy(update={"student": student})
 
 
 def fixed_sequences(spec: ModelSpec) -> np.ndarray:
@@ -124,24 +95,9 @@ async def logp_of_loaded(config: Config, sequences: np.ndarray, scratch: Path) -
     """The same log-probs by a server that loaded the learner's checkpoint."""
     section = config.student.model_copy(update={"servers": 1})
     alone = config.model_copy(update={"student": section})
-    (server,) = server_processes(alone, "student", scratch / "loaded")
-    processes = Processes([server], None)
-    fleet: Fleet | None = None
-    try:
-        processes.start()
-        await ready(server)
-        fleet = make_fleet(section, [server.spec.url])
-        await fleet.start()
+    servers = server_processes(alone, "student", scratch / "loaded")
+    async with started_world(servers) as up, fleet_of(alone, up) as fleet:
         return await scores(fleet.clients[0], sequences)
-    finally:
-        if fleet is not None:
-            await fleet.close()
-        await processes.stop()
-
-
-async def ready(server: ServerProcess) -> None:
-    """Wait until a server answers."""
-    await asyncio.to_thread(server.wait_ready, STARTUP_S)
 
 
 def reference_logp(model: Path, sequences: np.ndarray) -> np.ndarray:
@@ -158,24 +114,5 @@ def reference_logp(model: Path, sequences: np.ndarray) -> np.ndarray:
         return logp.gather(-1, ids[:, PROMPT:, None])[..., 0].numpy()
 
 
-def shard_bytes(spec: ModelSpec, pieces: Sequence[WeightPiece]) -> list[int]:
-    """Bytes of the weights of each rank of a server, by its own list of them."""
-    shapes = expected_tensors(spec)
-    found = [0] * (1 + max(piece.rank for piece in pieces))
-    for piece in pieces:
-        shape = list(shapes[piece.hf_name])
-        shape[piece.dim] = piece.length
-        found[piece.rank] += prod(shape) * PLAIN_BYTES[piece.dtype]
-    return found
-
-
-def main(file: Path) -> None:
-    """Write the figures of the case in `file` to where it says."""
-    die_with_parent()
-    asked: Tree = json.loads(file.read_text(encoding="utf-8"))
-    figures = asyncio.run(run(asked, file.parent))
-    Path(asked["out"]).write_text(json.dumps(figures), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    case_main(run)

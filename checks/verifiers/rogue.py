@@ -1,4 +1,4 @@
-"""Verifiers that misbehave, each as the answer column says."""
+"""A verifier that misbehaves for some answers."""
 
 from __future__ import annotations
 
@@ -10,23 +10,21 @@ import zlib
 from megatron_opd.data.tasks.arithmetic import verify
 
 
-def rogue(response: str, answer: str) -> object:
+def rogue(response: str, kind: str) -> object:
     """Hang, raise, take memory, crash or return nonsense."""
-    if answer == "hangs":
+    if kind == "hangs":
         time.sleep(10**6)
-    if answer == "hangs in C":
+    if kind == "hangs in C":
         re.match(r"(a+)+$", "a" * 64 + "b")
-    if answer == "raises":
+    if kind == "raises":
         raise RuntimeError(response)
-    if answer == "takes memory":
+    if kind == "takes memory":
         held = []
         while True:
             held.append(bytearray(2**24))
-    if answer == "calls sys.exit":
-        raise SystemExit(1)
-    if answer == "calls os._exit":
+    if kind == "calls os._exit":
         os._exit(0)
-    return {"returns NaN": float("nan"), "returns 2": 2.0, "returns None": None}.get(answer, 1.0)
+    return float("nan")
 
 
 def sometimes(response: str, answer: str) -> object:

@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-from megatron_opd.config.custom import CustomObjective
+from megatron_opd.config.objective import CustomObjective, Use
 from megatron_opd.config.section import PositiveFloat
-from megatron_opd.config.use import Use
 
 
 class SquaredGap(CustomObjective):

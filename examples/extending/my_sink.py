@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron_opd.metrics.own_sinks import RunFacts
 
-COLUMNS = ("update", "reverse_kl_nats", "reward_mean")
+COLUMNS = ("update", "reverse_kl_nats", "reward_mean", "accuracy_pct")
 
 
 class ProgressTable:
@@ -22,20 +22,21 @@ class ProgressTable:
         new = facts.updates == 0
         self._file = path.open("w" if new else "a", encoding="utf-8")
         if new:
-            self._line(*COLUMNS)
+            print(*COLUMNS, sep=",", file=self._file, flush=True)
 
     def write(self, update: int, row: Mapping[str, Any]) -> None:
         """Adds a line for an update. A figure that was not measured is null or not in the row."""
-        self._line(*(row.get(column) for column in COLUMNS))
+        self._line(row)
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
         """Adds a line for an evaluated set."""
-        self._line(row["update"], row["set"], row["accuracy_pct"])
+        self._line(row)
 
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
 
-    def _line(self, *cells: Any) -> None:
-        print(*("" if cell is None else cell for cell in cells), sep=",", file=self._file)
-        self._file.flush()
+    def _line(self, row: Mapping[str, Any]) -> None:
+        cells = (row.get(column) for column in COLUMNS)
+        line = ("" if cell is None else cell for cell in cells)
+        print(*line, sep=",", file=self._file, flush=True)

@@ -53,11 +53,8 @@ def ending_of(model: PreTrainedModel) -> Ending:
     """Return what ends a response of a checkpoint where a run's servers hold it."""
     path, size = Path(model.name_or_path), model.config.vocab_size
     raw = json.loads((path / "config.json").read_text(encoding="utf-8"))
-    if not has_tokenizer(path):
-        return Ending(read_end_tokens(path, raw, size, None, {}).ids)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    added = tokenizer.get_added_vocab()
-    return Ending(read_end_tokens(path, raw, size, tokenizer.eos_token_id, added).ids)
+    tokenizer = AutoTokenizer.from_pretrained(path) if has_tokenizer(path) else None
+    return Ending(read_end_tokens(path, raw, size, tokenizer).ids)
 
 
 def complete(

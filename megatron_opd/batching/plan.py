@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron_opd.batching.apart import pack_apart
+from megatron_opd.batching.per_rank import pack_per_rank
 from megatron_opd.batching.steps import Micro, by_rank, pack_steps
 from megatron_opd.config.learner import LearnerConfig
 
@@ -68,6 +68,6 @@ def plan_batch(
         if lockstep:
             ranks = by_rank(pack_steps(mini, lengths, **wanted), lengths)
         else:
-            ranks = pack_apart(mini, lengths, **wanted)
+            ranks = pack_per_rank(mini, lengths, **wanted)
         plan.append([[sorted(micro) for micro in micros] for micros in ranks])
     return plan

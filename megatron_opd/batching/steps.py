@@ -16,7 +16,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
-from megatron_opd.batching.rooms import Rooms
+from megatron_opd.batching.bins import FirstFitBins
 
 Micro = list[int]
 Step = list[Micro]
@@ -31,8 +31,8 @@ def pack_steps(
     samples: indices into lengths, at least least * ranks of them.
     """
     order = sorted(samples, key=lambda index: (-lengths[index], index))
-    rooms = Rooms(budget, len(order))
-    fewest = 1 + max(rooms.take(lengths[index]) for index in order)
+    bins = FirstFitBins(budget, len(order))
+    fewest = 1 + max(bins.take(lengths[index]) for index in order)
     count = max(least, -(-fewest // ranks))
     # One sample a micro-batch always works: the search ends.
     while (steps := _filled(order, lengths, count, ranks, budget)) is None:

@@ -18,12 +18,14 @@ part below low_s, and all of the other 0.5% is above high_s.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, Self
 
 from megatron_opd.buffer.planned import BatchPlan
 from megatron_opd.config.delays import DelayConfig
 from megatron_opd.config.schedule import ScheduleConfig
+from megatron_opd.config.tree import ConfigTree
 from megatron_opd.records.seeds import derived_seed
 
 INSIDE = 0.995
@@ -47,18 +49,28 @@ def quantile_s(config: DelayConfig, share: float) -> float:
     return config.time_scale * _whole_s(config, share)
 
 
-def delay_s(config: DelayConfig, seed: int, stream: str, number: int) -> float:
-    """Return the delay in seconds of message `number` of a stream; an ASCII name."""
-    if config.type == "none":
-        return 0.0
-    # 52 bits and a half: every value is a float, none is 0 or 1
-    share = ((derived_seed(seed, f"delay/{stream}", number) >> 11) + 0.5) / 2**52
-    return quantile_s(config, share)
+@dataclass(frozen=True, slots=True)
+class DelayStream:
+    """Draws the delays of one stream of messages. name: ASCII; seed: of the run."""
 
+    config: DelayConfig
+    seed: int
+    name: str
 
-def stream_of(site: str, direction: Direction) -> str:
-    """Return the name of the stream of what a site receives (weights) or sends (samples)."""
-    return f"{site}/{direction}"
+    @classmethod
+    def of(cls, config: ConfigTree, site: str, direction: Direction) -> Self:
+        """Return the delays of what a site receives (weights) or sends (samples)."""
+        sites = config.sites
+        delays = sites.weight_delays if direction == "weights" else sites.sample_delays
+        return cls(delays, config.run.seed, f"{site}/{direction}")
+
+    def seconds(self, number: int) -> float:
+        """Return the delay in seconds of message `number`, from 0 on."""
+        if self.config.type == "none":
+            return 0.0
+        # 52 bits and a half: every value is a float, none is 0 or 1
+        share = ((derived_seed(self.seed, f"delay/{self.name}", number) >> 11) + 0.5) / 2**52
+        return quantile_s(self.config, share)
 
 
 def batch_plan(schedule: ScheduleConfig, seed: int, updates: int) -> BatchPlan | None:
@@ -69,10 +81,8 @@ def batch_plan(schedule: ScheduleConfig, seed: int, updates: int) -> BatchPlan |
     if not schedule.drawn:
         return None
     config, most = schedule.delays, schedule.max_staleness
-    old = (
-        round(most * delay_s(config, seed, BATCHES, update) / config.high_s)
-        for update in range(updates)
-    )
+    delays = DelayStream(config, seed, BATCHES)
+    old = (round(most * delays.seconds(update) / config.high_s) for update in range(updates))
     return BatchPlan(tuple(max(0, update - staleness) for update, staleness in enumerate(old)))
 
 

@@ -92,7 +92,10 @@ def staleness_versions(sample: AnySample, learner_version: int) -> int:
 
 
 def check_staleness(batch: Batch, bound: int) -> None:
-    """Reject a batch that breaks the bound. Raises StalenessExceeded naming the sample."""
+    """Reject a batch that breaks the bound, as the controller asks before every update.
+
+    Raises StalenessExceeded naming the sample.
+    """
     for sample in batch.samples:
         newest = max(span.version for span in sample.rollout.spans)
         staleness = staleness_versions(sample, batch.version)

@@ -139,7 +139,7 @@ def bytes_of(spec: ModelSpec, key: Key, dtype: torch.dtype) -> int:
     return sum(prod(shape) for shape in hf_shapes(spec, key).values()) * dtype.itemsize
 
 
-def plan_of(source: Path, dtype: torch.dtype | None, **options: Any) -> dict[str, Any]:
+def plan_of(source: Path, dtype: torch.dtype | None, **options: object) -> dict[str, Any]:
     """Return what tells conversions apart: the source's files as they are, and the options."""
     files = sorted(path for path in source.iterdir() if path.is_file())
     return {

@@ -49,14 +49,14 @@ class Crew:
             except ValueError as error:
                 failure = str(error)
             except OSError as error:
-                failure = _told(error)
+                failure = _described(error)
         failures = [failure] if self.size == 1 else all_gather_json(failure, self)
-        for told in failures:
-            if told:
-                raise ValueError(told)
+        for failure in failures:
+            if failure:
+                raise ValueError(failure)
 
 
-def _told(error: OSError) -> str:
+def _described(error: OSError) -> str:
     where = f" writing {error.filename}" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return f"disk full{where}; free some space and start again: what is done is kept"

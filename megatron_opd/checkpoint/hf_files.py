@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from megatron_opd.config.unique_keys import unique_keys
 from megatron_opd.config.wording import line, shown
 from megatron_opd.models.families import in_memory
 from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
@@ -168,15 +169,9 @@ def file_tensors(file: Path) -> dict[str, StoredTensor]:
 
 def _header(data: bytes) -> dict[str, Any]:
     """Return the header's entries by tensor. ValueError: not such JSON, or a tensor given twice."""
-
-    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        if len(dict(pairs)) < len(pairs):
-            raise ValueError("a key of its header is given twice")
-        return dict(pairs)
-
     if data[:1] != b"{":
         raise ValueError("its header is not a JSON object")
-    header = json.loads(data.decode("utf-8"), object_pairs_hook=unique)
+    header = json.loads(data.decode("utf-8"), object_pairs_hook=unique_keys)
     json.dumps(header, ensure_ascii=False).encode(
         "utf-8"
     )  # half of an escaped surrogate pair is not text

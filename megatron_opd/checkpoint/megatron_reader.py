@@ -36,7 +36,7 @@ class MegatronSource:
     """Reads tensors of a Megatron distributed checkpoint directory of the model `spec`.
 
     Keys may carry a common prefix, as in a checkpoint that holds an optimizer beside the model.
-    heads_told: files of it that tell the model's heads. ValueError: not such a directory, cut
+    heads_stated: files of it that state the model's heads. ValueError: not such a directory, cut
     short, of another model, or with a `.metadata` that names what no checkpoint needs
     (restricted_metadata.py).
     """
@@ -44,7 +44,7 @@ class MegatronSource:
     def __init__(self, path: Path, spec: ModelSpec) -> None:
         self.path, self.spec = path, spec
         metadata = _metadata_of(path)
-        self.heads_told = check_heads(path, spec)
+        self.heads_stated = check_heads(path, spec)
         self._tensors = {
             key: stored
             for key, stored in metadata.state_dict_metadata.items()

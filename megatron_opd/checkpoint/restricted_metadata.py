@@ -9,8 +9,10 @@ Invariant: what is returned describes tensors that are covered by pieces in file
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
+import pickletools
 import sys
 from collections.abc import Mapping, Sequence
 from enum import EnumType
@@ -60,6 +62,9 @@ OLD_NAMES: Mapping[tuple[str, str], type] = {
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreSavePlan"): SavePlan,
 }
 """Names in checkpoints from before Megatron-Core 0.16, read as torch's records."""
+
+
+_KEEPS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 
 
 class MetadataRefused(pickle.UnpicklingError):
@@ -118,7 +123,9 @@ def unpickle(stream: BinaryIO) -> Any:
 
     A damaged pickle raises anything.
     """
-    records = _Records(stream)
+    data = stream.read()
+    _check_memo(data)
+    records = _Records(io.BytesIO(data))
     try:
         found = records.load()
     finally:
@@ -126,6 +133,18 @@ def unpickle(stream: BinaryIO) -> Any:
         if changed is not None:
             raise MetadataRefused(f"it sets {changed}, which no checkpoint does; it was set back")
     return found
+
+
+def _check_memo(data: bytes) -> None:
+    """Refuse a pickle that keeps a value under a larger number than it has bytes.
+
+    Python's reader makes an array of that many entries: four bytes ask for 64 GB.
+    """
+    for operation, argument, _ in pickletools.genops(data):
+        if operation.name in _KEEPS and isinstance(argument, int) and argument > len(data):
+            raise MetadataRefused(
+                f"it keeps a value as number {argument}, and is of {len(data)} bytes"
+            )
 
 
 def read_metadata(directory: Path) -> Metadata:

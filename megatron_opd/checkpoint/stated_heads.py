@@ -67,10 +67,10 @@ def check_heads(path: Path, spec: ModelSpec) -> tuple[str, ...]:
 
 def _of_learner(path: Path) -> Heads | None:
     try:
-        told = read_json(path).get("heads")
+        stated = read_json(path).get("heads")
     except ValueError:
         return None
-    return _counted(told, *asdict(Heads(0, 0, 0)))
+    return _counted(stated, *asdict(Heads(0, 0, 0)))
 
 
 def _of_bridge(path: Path) -> Heads | None:
@@ -110,9 +110,11 @@ def _of_settings(settings: Any) -> Heads | None:
     return _counted(counts, "num_attention_heads", "num_query_groups", "kv_channels")
 
 
-def _counted(told: Any, *names: str) -> Heads | None:
+def _counted(stated: Any, *names: str) -> Heads | None:
     values = (
-        [cast(dict[str, Any], told).get(name) for name in names] if isinstance(told, dict) else []
+        [cast(dict[str, Any], stated).get(name) for name in names]
+        if isinstance(stated, dict)
+        else []
     )
     counts = [value for value in values if type(value) is int and value > 0]
     return Heads(*counts) if len(counts) == len(names) else None

@@ -37,7 +37,7 @@ from megatron_opd.models.tensors import hf_shapes
 MAX_FILE_BYTES = 4 * 2**30
 NOT_OF_WEIGHTS = ("initializer_range", "max_position")
 """Fields of a model's description that may be changed without making another model of it."""
-HEADS_UNTOLD = (
+HEADS_UNSTATED = (
     "holds nothing that tells its attention heads, which shapes do not: they are those of"
 )
 
@@ -115,8 +115,8 @@ def megatron_to_hf(
 
     unit_sizes = tuple(sum(sizes[key] for key in unit) for unit in units)
     report = run(ConversionJob(part, unit_sizes, write, complete, read_back), crew)
-    told = stored.heads_told or (source / CONFIG).is_file()
-    notes = () if told else (f"{source} {HEADS_UNTOLD} {model / CONFIG}",)
+    stated = stored.heads_stated or (source / CONFIG).is_file()
+    notes = () if stated else (f"{source} {HEADS_UNSTATED} {model / CONFIG}",)
     return replace(report, padding_rows=stored.padding_rows, notes=notes)
 
 

@@ -42,7 +42,6 @@ def run_plan(
     keep: Sequence[str] = (),
     out: Path | None = None,
     trials: int | None = None,
-    window: Window | None = None,
 ) -> int:
     """Print what a search found, and write the winner to `out`. Raises UserError."""
     if out is not None and out.exists():
@@ -56,7 +55,7 @@ def run_plan(
         )
     chosen = known_gpu(gpu or config.simulation.gpu or DEFAULT_GPU)
     task = task_of(config, gpus, chosen, staleness, pins_of(keep))
-    plan = make_plan(task, chosen, window or Window(), trials or None, _progress())
+    plan = make_plan(task, chosen, Window(), trials or None, _progress())
     tree = chosen_tree(config, plan.winner.candidate, chosen, task.memory_gib)
     check_models(validate(Config, tree, "opd plan"), plan=True)
     for line in plan_report(plan):

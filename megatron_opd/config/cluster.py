@@ -1,4 +1,4 @@
-"""Defines the section that says what machines a run uses, and how."""
+"""Defines the sections of machines, of data workers, and of what a run may do without keys."""
 
 from __future__ import annotations
 
@@ -54,3 +54,29 @@ class ClusterConfig(Section):
     keeps the server longer."""
     ray: RayConfig = RayConfig()
     """The Ray cluster of type ray."""
+
+
+class WorkersConfig(Section):
+    """Says how many processes move the samples; docs/data_workers.md says when they are needed."""
+
+    count: Annotated[int, Field(ge=0, le=1024)] = 0
+    """Data workers. Each makes all requests to its part of the servers, checks the answers, judges
+    them with verifier.workers processes of its own, and hands samples to the learner's ranks; the
+    controller keeps their order alone. 0: the controller does all this itself, which is enough for
+    some 250 samples of 4,096 tokens a second. Updates are the same with any number. Each takes a
+    core while it is busy, and the memory of its share of the samples in flight."""
+    restarts: Annotated[int, Field(ge=0)] = 3
+    """How often data workers that ended are started again, all together. What one held is sampled
+    anew. After that a run goes on with those that are left, and ends with the last."""
+
+
+class SecurityConfig(Section):
+    """Says what a run may do without keys beyond this machine; docs/security.md says what has keys.
+
+    What a run starts itself always has keys.
+    """
+
+    insecure: bool = False
+    """Uses what has no key beyond this machine: servers at `urls`, or started by `opd serve`,
+    without api_key_env, and a Ray cluster without token authentication. Whoever reaches these can
+    change the student, read the data or run programs. false: they are refused."""

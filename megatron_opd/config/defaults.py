@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from megatron_opd.config.corrections import TruncatedCorrection
-from megatron_opd.config.custom import CustomObjective
 from megatron_opd.config.estimator import kinds_of
+from megatron_opd.config.objective import CustomObjective
 from megatron_opd.config.tree import ConfigTree
 
 TRUNCATED = TruncatedCorrection(max_ratio=2.0, prox=True)

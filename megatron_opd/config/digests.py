@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, cast
 
-from megatron_opd.config.schema import Config
+from megatron_opd.config.section import Section
+from megatron_opd.config.tree import ConfigTree
 
 MODEL = "student.model"
 NOT_THE_LEARNERS = (
@@ -65,12 +66,16 @@ NOT_THE_LEARNERS = (
 SAMPLE_BYTES = 65_536
 
 
-def flat(config: Config) -> dict[str, Any]:
-    """Return {dotted key: JSON value} of a configuration; an empty mapping is a value."""
-    return dict(_leaves("", config.model_dump(mode="json")))
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {dotted key: JSON value} of a nested mapping; an empty mapping is a value."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        inner = flat(cast(Mapping[str, Any], value)) if isinstance(value, dict) else {}
+        found |= {f"{name}.{key}": each for key, each in inner.items()} or {name: value}
+    return found
 
 
-def learner_digests(config: Config) -> dict[str, str]:
+def learner_digests(config: ConfigTree) -> dict[str, str]:
     """Return {dotted key: digest of its value} for what a learner reads.
 
     MODEL stands for the content of the checkpoint, whose path may differ between machines.
@@ -81,11 +86,11 @@ def learner_digests(config: Config) -> dict[str, str]:
     return kept | {MODEL: model_digest(config.student.model)}
 
 
-def value_digests(config: Config) -> dict[str, str]:
+def value_digests(config: Section) -> dict[str, str]:
     """Return {dotted key: digest of its value} for every key."""
     return {
         key: _digest(json.dumps(value, sort_keys=True).encode())
-        for key, value in flat(config).items()
+        for key, value in flat(config.model_dump(mode="json")).items()
     }
 
 
@@ -122,11 +127,3 @@ def model_digest(model: Path) -> str:
 
 def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _leaves(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(f"{prefix}{key}.", cast(dict[str, Any], value))
-        else:
-            yield f"{prefix}{key}", value

@@ -13,9 +13,8 @@ from typing import Any, cast
 from pydantic import model_validator
 
 from megatron_opd.config.corrections import CorrectionConfig, ImportanceCorrection
-from megatron_opd.config.custom import CustomObjective
 from megatron_opd.config.import_path import is_import_path, load_class
-from megatron_opd.config.objective import Objective
+from megatron_opd.config.objective import CustomObjective, Objective, Use
 from megatron_opd.config.objectives import (
     Jsd,
     Mixture,
@@ -36,7 +35,6 @@ from megatron_opd.config.supports import (
     TopkSupport,
 )
 from megatron_opd.config.trust import M2Trust
-from megatron_opd.config.use import Use
 
 OBJECTIVES: dict[str | None, type[Objective]] = {
     type_of(section): section
@@ -199,7 +197,7 @@ class Estimator(Section):
         return with_natural_parts(parts, "support", "reduction")
 
     @model_validator(mode="after")
-    def _parts_go_together(self) -> Estimator:
+    def _parts_are_compatible(self) -> Estimator:
         for rule in RULES:
             for objective in self.objectives:
                 if rule.broken(objective, self):

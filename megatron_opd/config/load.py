@@ -8,6 +8,7 @@ directory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -36,6 +37,8 @@ def load_config(schema: type[SectionT], path: Path, overrides: Sequence[str] = (
     tree = _read_yaml(path)
     for override in overrides:
         _apply_override(tree, override)
+    if (key := _not_a_number(tree)) is not None:
+        raise ConfigError(f"{path}: {line(key)} must be a finite number, got .nan")
     return validate(schema, tree, str(path))
 
 
@@ -45,6 +48,18 @@ def validate(schema: type[SectionT], tree: Mapping[str, Any], source: str) -> Se
         return schema.model_validate(tree)
     except ValidationError as error:
         raise ConfigError(f"{source}: {first_problem(schema, error)}") from None
+
+
+def _not_a_number(value: Any, key: str = "") -> str | None:
+    """Return the key of the first NaN, which no section wants and which equals nothing."""
+    if isinstance(value, dict):
+        inner = cast(dict[Any, Any], value).items()
+    elif isinstance(value, list):
+        inner = enumerate(cast(list[Any], value))
+    else:
+        return key if isinstance(value, float) and math.isnan(value) else None
+    found = (_not_a_number(each, f"{key}.{name}".lstrip(".")) for name, each in inner)
+    return next((place for place in found if place is not None), None)
 
 
 def dump_config(config: Section) -> str:

@@ -1,18 +1,71 @@
-"""Define what every objective says of itself: keys, formula, source, bias, what it reads."""
+"""Define what every objective says of itself: keys, formula, source, bias, what it reads.
+
+CustomObjective is the base of those that users bring from outside the package.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
+from pydantic import model_validator
+
+from megatron_opd.config.corrections import Correction, Level
 from megatron_opd.config.reductions import Reduction, TokenReduction
 from megatron_opd.config.section import Section
 from megatron_opd.config.supports import McSupport, Support
 from megatron_opd.config.trust import Line, NoTrust, TrustConfig
-from megatron_opd.config.use import Use
 
 RewardAdvantage = Literal[
     "reward", "group_mean", "group_std", "group_std_population", "leave_one_out"
 ]
+
+
+@dataclass(frozen=True)
+class Use:
+    """Holds the support and the correction that an objective is used with."""
+
+    support: Support
+    correction: Correction
+
+    @property
+    def level(self) -> Level:
+        """Returns what one ratio of the correction is of."""
+        return self.correction.ratio_level
+
+    @property
+    def on_set(self) -> bool:
+        """Tell whether divergences are summed over the cached ids: nothing is random."""
+        return self.support.is_set
+
+    @property
+    def on_teacher_draws(self) -> bool:
+        """Tell whether the teacher chose the cached ids."""
+        return self.support.owner == "teacher"
+
+    def kappa(self, index: str) -> str:
+        """Returns the factor as it stands in a formula, with a blank; "" where it is 1."""
+        if self.correction.keeps_whole_ratio or not self.correction.corrects:
+            return ""
+        return f"kappa_{index} " if self.level == "token" else "kappa "
+
+    def ratio_lines(self, index: str) -> list[Line]:
+        """Says what r and kappa are. index: t for sampled tokens, k for cached actions."""
+        over = {
+            "token": f"rho_{index} = {{}}_{index} / o_{index}",
+            "sequence": "rho = prod over the response's tokens of {}_t / o_t",
+            "geometric": "rho = (prod over the response's tokens of {}_t / o_t)^(1/T)",
+        }[self.level]
+        if self.correction.keeps_whole_ratio:
+            return [("ratio", f"r_{index} = p_{index} / o_{index}")]
+        start = "p0" if self.correction.prox else "p"
+        below = f"p0_{index}" if self.correction.prox else f"sg(p_{index})"
+        ratio = ("ratio", f"r_{index} = p_{index} / {below}")
+        if not self.correction.corrects:
+            return [ratio]
+        name = f"rho_{index}" if self.level == "token" else "rho"
+        factor = f"{self.kappa(index).rstrip()} = {self.correction.text(name)}"
+        return [ratio, ("correction", f"{factor}; {over.format(start)}")]
 
 
 class Objective(Section):
@@ -75,3 +128,35 @@ class Objective(Section):
     def sources(self, use: Use) -> list[str]:
         """Lists papers and equations, those of its trust region included."""
         return [self.source, *self.trust_region.sources()]
+
+
+class CustomObjective(Objective):
+    """Lets objectives come from outside the package: `type` is an import path, MODULE:CLASS.
+
+    A subclass has its own keys, overrides `loss`, and says what it reads; docs/extending.md has an
+    example.
+    """
+
+    type: str
+
+    @property
+    def reward_advantage(self) -> RewardAdvantage | None:
+        """Returns what `cache.advantage_B` is: the reward itself, where rewards are read at all.
+
+        Override it for one that compares the responses of a group.
+        """
+        return "reward" if self.reads_reward else None
+
+    def loss(self, estimator: Any, cache: Any, limit: Any) -> Any:
+        """Returns the losses.terms.TermLoss of a mini-batch's cache (losses.cache.Cache)."""
+        raise NotImplementedError
+
+    def formula(self, use: Use) -> list[Line]:
+        """Lists the lines of its formula: label and text."""
+        return [("loss per token", f"as {self.type} computes it")]
+
+    @model_validator(mode="after")
+    def _has_a_loss(self) -> CustomObjective:
+        if type(self).loss is CustomObjective.loss:
+            raise ValueError(f"{self.type} must define the method `loss`")
+        return self

@@ -13,15 +13,13 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, SerializeAsAny, Tag, WrapValidator
 
-from megatron_opd.config.custom import CustomObjective
 from megatron_opd.config.import_path import tag_of, validate_by_path
-from megatron_opd.config.objective import Objective, RewardAdvantage
+from megatron_opd.config.objective import CustomObjective, Objective, RewardAdvantage, Use
 from megatron_opd.config.penalty import KlPenalty
 from megatron_opd.config.reductions import Reduction, SequenceReduction
 from megatron_opd.config.section import NonNegativeFloat, PositiveFloat, Section
 from megatron_opd.config.supports import PathSupport, Support, TopkSupport
 from megatron_opd.config.trust import ClipTrust, Line, NoTrust, TrustConfig
-from megatron_opd.config.use import Use
 
 OpenUnit = Annotated[float, Field(gt=0, lt=1)]
 Outside = Literal["renormalise", "bucket", "drop"]

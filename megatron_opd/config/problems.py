@@ -37,10 +37,10 @@ def first_problem(schema: type[Section], error: ValidationError) -> str:
     key = line(".".join(keys))
     if problem["type"] == "extra_forbidden":
         if key in RENAMED:
-            return f"unknown key {key!r}: it is now {RENAMED[key]!r}"
-        return f"unknown key {key!r}{_nearest_key(section, keys)}"
+            return f"unknown key {shown(key)}: it is now {RENAMED[key]!r}"
+        return f"unknown key {shown(key)}{_nearest_key(section, keys)}"
     if problem["type"] == "missing":
-        return f"missing key {key!r}"
+        return f"missing key {shown(key)}"
     if problem["type"] in ("union_tag_invalid", "union_tag_not_found"):
         return _wrong_type(key, section, problem)
     message = problem["msg"].removeprefix("Value error, ")

@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 
 from megatron_opd.config.section import FilePath, Section, Text, is_host
 from megatron_opd.config.servers import is_server_url
+from megatron_opd.config.wording import shown
 
 
 class RayConfig(Section):
@@ -38,7 +39,7 @@ class RayConfig(Section):
         host, _, port = address.rpartition(":")
         if address != "auto" and not (is_host(host) and port.isdecimal() and int(port) < 65536):
             raise ValueError(
-                f"must be auto or HOST:PORT of a Ray cluster's head, got {address!r}; from a "
+                f"must be auto or HOST:PORT of a Ray cluster's head, got {shown(address)}; from a "
                 "machine outside the cluster set cluster.ray.submit"
             )
         return address
@@ -48,6 +49,7 @@ class RayConfig(Section):
     def _is_a_dashboard(cls, url: str | None) -> str | None:
         if url is not None and not is_server_url(url):
             raise ValueError(
-                f"must be the address of a Ray cluster's dashboard, http://HOST:8265, got {url!r}"
+                "must be the address of a Ray cluster's dashboard, http://HOST:8265, got "
+                f"{shown(url)}"
             )
         return url

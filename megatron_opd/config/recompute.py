@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, cast
 
+from megatron_opd.config.wording import shown
+
 Recompute = Literal["none", "selective", "full"]
 
 FEED_FORWARD = ("mlp", "moe")
@@ -29,7 +31,8 @@ def refinement_problem(recompute: Recompute, megatron: Mapping[str, Any]) -> str
     modules = megatron.get("recompute_modules", [])
     names = cast("list[object]", modules) if isinstance(modules, list) else [None]
     if not all(isinstance(each, str) for each in names):
-        return f"megatron.recompute_modules must be a list of names, got {modules!r}"
+        got = shown(cast(object, modules))
+        return f"megatron.recompute_modules must be a list of names, got {got}"
     return None
 
 

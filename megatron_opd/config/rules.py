@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_opd.config.cluster import LAUNCHED
-from megatron_opd.config.evaluation_rules import EVALUATION_RULES
 from megatron_opd.config.sections import TRANSPORTS
 from megatron_opd.config.selection import RewardSpread, SoftPenalty
 from megatron_opd.config.servers import is_local_url
-from megatron_opd.config.site_rules import SITE_RULES
-from megatron_opd.config.tree import ConfigTree
+from megatron_opd.config.tree import ConfigTree, key_of_teacher
 from sglang_bridge.listening import EVERY_ADDRESS
 
 
@@ -52,10 +50,7 @@ def _ports(config: ConfigTree) -> str | None:
     taken: dict[int, str] = {}
     if config.learner.listen_port:
         taken[config.learner.listen_port] = "learner.listen_port"
-    sections = {"student": config.student} | {
-        key_of_teacher(name): section for name, section in config.all_teachers.items()
-    }
-    for key, section in sections.items():
+    for key, section in config.served.items():
         for port in section.ports:
             if port in taken:
                 return (
@@ -67,9 +62,8 @@ def _ports(config: ConfigTree) -> str | None:
 
 
 def _gpus(config: ConfigTree) -> str | None:
-    named = {"learner": config.learner.gpus, "student": config.student.gpus} | {
-        key_of_teacher(name): section.gpus for name, section in config.all_teachers.items()
-    }
+    served = {key: section.gpus for key, section in config.served.items()}
+    named = {"learner": config.learner.gpus} | served
     kind = config.cluster.type
     for key, gpus in named.items():
         if gpus is not None and kind in LAUNCHED:
@@ -138,10 +132,7 @@ def _urls(config: ConfigTree) -> str | None:
 def _keys(config: ConfigTree) -> str | None:
     if config.security.insecure:
         return None
-    sections = {"student": config.student} | {
-        key_of_teacher(name): section for name, section in config.all_teachers.items()
-    }
-    for key, section in sections.items():
+    for key, section in config.served.items():
         far = [url for url in section.urls if not is_local_url(url)]
         if far and section.api_key_env is None:
             return keyless_problem(key, far[0])
@@ -165,11 +156,6 @@ def keyless_problem(key: str, where: str) -> str:
         f"{key}.api_key_env must name the variable that holds the servers' API key beyond this "
         f"machine, got null and {where}; set it, or write security.insecure: true to do without"
     )
-
-
-def key_of_teacher(name: str) -> str:
-    """Return the section's key: `teacher`, or `teachers.NAME`."""
-    return name if name == "teacher" else f"teachers.{name}"
 
 
 def _workers(config: ConfigTree) -> str | None:
@@ -486,8 +472,6 @@ RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _beyond_the_run,
     _warmup,
     _quantised,
-    *EVALUATION_RULES,
-    *SITE_RULES,
-    _metric_names,
-    _health,
 )
+METRIC_RULES = (_metric_names, _health)
+"""They are told after those of evaluations and sites."""

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from megatron_opd.config.delays import DelayConfig
 from megatron_opd.config.section import NonNegativeInt, PositiveInt, Section
+from megatron_opd.config.wording import shown
 
 Type = Literal["sync", "step_off", "stream", "stale", "partial", "async", "controlled"]
 InFlight = Literal["keep", "in_place", "abort"]
@@ -158,7 +159,7 @@ def _from_verl(tree: dict[str, Any]) -> dict[str, Any]:
     threshold, every = found.get("max_staleness", 0), found.get("sync_every", 1)
     partial = found.get("in_flight", False)
     if not isinstance(partial, bool):
-        raise ValueError(f"partial_rollout must be true or false, got {partial!r}")
+        raise ValueError(f"partial_rollout must be true or false, got {shown(partial)}")
     if isinstance(threshold, int):
         found["max_staleness"] = float(threshold)
     # as verl has it: without stale samples nothing is in flight

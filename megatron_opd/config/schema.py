@@ -12,10 +12,14 @@ from pydantic import ModelWrapValidatorHandler, model_validator
 
 from megatron_opd.config.defaults import left_out
 from megatron_opd.config.estimator import with_natural_parts
-from megatron_opd.config.rules import RULES, estimator_problem
+from megatron_opd.config.evaluation_rules import EVALUATION_RULES
+from megatron_opd.config.rules import METRIC_RULES, RULES, estimator_problem
+from megatron_opd.config.site_rules import SITE_RULES
 from megatron_opd.config.tree import ConfigTree
 
 REQUIRE_BATCHES = "require_batches"
+ALL_RULES = (*RULES, *EVALUATION_RULES, *SITE_RULES, *METRIC_RULES)
+"""The rules across sections, in the order in which the first broken one is told."""
 
 
 class Config(ConfigTree):
@@ -65,7 +69,7 @@ class Config(ConfigTree):
 
     @model_validator(mode="after")
     def _rules_across_sections(self) -> Config:
-        for rule in RULES:
+        for rule in ALL_RULES:
             broken = rule(self)
             if broken is not None:
                 raise ValueError(broken)

@@ -64,10 +64,10 @@ Temperature = Annotated[float, Field(ge=0.01, le=100)]
 
 def _without_nul(value: Any) -> Any:
     if "\0" in str(value):
-        raise ValueError(f"must not contain a NUL character, got {str(value)!r}")
+        raise ValueError(f"must not contain a NUL character, got {shown(str(value))}")
     if any("\ud800" <= character <= "\udbff" for character in str(value)):
         raise ValueError(
-            f"must contain whole characters, got half of a surrogate pair in {str(value)!r}"
+            f"must contain whole characters, got half of a surrogate pair in {shown(str(value))}"
         )
     return value
 
@@ -83,7 +83,7 @@ def _names_a_path(value: Any) -> Any:
     """Reject blank text, which would be the working directory or a name that nobody can see."""
     if isinstance(value, str) and not value.strip():
         raise ValueError(
-            f"must name a file or directory, got {value!r}; `.` is the working directory"
+            f"must name a file or directory, got {shown(value)}; `.` is the working directory"
         )
     if isinstance(value, str) and len(value.encode("utf-8", "surrogatepass")) > MAX_PATH_BYTES:
         raise ValueError(f"must be at most {MAX_PATH_BYTES} bytes long, got {shown(value)}")
@@ -124,7 +124,7 @@ def _variables_of_a_template(value: dict[str, Any]) -> dict[str, Any]:
 
 def _says_something(value: str) -> str:
     if not value.strip():
-        raise ValueError(f"must hold text, got {value!r}; null stands for none")
+        raise ValueError(f"must hold text, got {shown(value)}; null stands for none")
     return value
 
 

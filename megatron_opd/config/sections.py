@@ -46,8 +46,8 @@ class RunConfig(Section):
     """Run directory: metrics, checkpoints, logs and the final model are written here. One run at a
     time holds it."""
     max_steps: PositiveInt = 100
-    """Number of learner updates to make. New weights go to the samplers after each of them. Raising
-    it trains longer, at the same cost per update."""
+    """Number of learner updates to make. New weights go to the samplers after each of them, or
+    after every schedule.sync_every-th. Raising it trains longer, at the same cost per update."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 1234
     """Seeds every random generator of the run; server i of a role draws from seed + i."""
     deterministic: bool = False
@@ -236,10 +236,10 @@ class RolloutConfig(Section):
     responses need at least 2. Raising it lowers the variance of group advantages and leaves fewer
     prompts per batch."""
     attempts: PositiveInt = 3
-    """Tries per rollout while its requests get no answer; then its prompt is dropped and counted
-    (timed_out, student_unreachable). Each try samples anew and is counted in rollouts_restarted;
-    one whose server is lost does not count. Raising it spends more time on a prompt that no server
-    can sample."""
+    """Tries per rollout while its requests get no answer, 429 or 5xx; then its prompt is dropped
+    and counted (timed_out, student_unreachable, student_unavailable). Each try samples anew and is
+    counted in rollouts_restarted; one whose server is lost does not count. Raising it spends more
+    time on a prompt that no server can sample."""
     seeded: bool = True
     """Draws every token by random numbers of its prompt and position, so that a response that is
     sampled anew is the same draw and being cut off favours no length (docs/schedules.md). Costs
@@ -255,9 +255,9 @@ class ScoringConfig(Section):
     """Largest number of scoring requests in flight over all teacher servers. Raising it keeps the
     teachers busier and holds more memory there."""
     attempts: PositiveInt = 3
-    """Tries per sample before it is dropped and counted (teacher_timed_out, teacher_unreachable),
-    and per request of the guard before the run ends; one whose server is lost does not count.
-    Raising it outlasts longer overload."""
+    """Tries per sample before it is dropped and counted (teacher_unavailable, teacher_timed_out,
+    teacher_unreachable), and per request of the guard before the run ends; one whose server is lost
+    does not count. Raising it outlasts longer overload."""
     temperature: Temperature = 1.0
     """Divides the teacher's logits: q is softmax(logits / temperature). Raising it flattens q."""
     guard: Guard = "refuse"
@@ -290,7 +290,7 @@ TRANSPORTS = {
 """Where the weight transports are, by `weight_sync.type`."""
 
 
-SETTLING = 0.2
+CLEANUP = 0.2
 """Share of a weight sync's time that is kept for what follows a failed try."""
 
 
@@ -377,12 +377,12 @@ class WeightSyncConfig(Section):
     @property
     def try_s(self) -> float:
         """Returns the seconds that one try may take."""
-        return (1 - SETTLING) * self.timeout_s / self.tries
+        return (1 - CLEANUP) * self.timeout_s / self.tries
 
     @property
-    def settle_s(self) -> float:
+    def cleanup_s(self) -> float:
         """Returns the seconds in which a server must answer after a failed try."""
-        return SETTLING * self.timeout_s / self.tries
+        return CLEANUP * self.timeout_s / self.tries
 
     @model_validator(mode="after")
     def _only_shards_stage_overlap_and_relay(self) -> WeightSyncConfig:

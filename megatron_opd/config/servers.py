@@ -20,6 +20,7 @@ from megatron_opd.config.section import (
     Texts,
     is_host,
 )
+from megatron_opd.config.wording import shown
 from sglang_bridge.listening import is_loopback
 from sglang_bridge.weights.formats import Format
 
@@ -115,14 +116,11 @@ class ServerConfig(Section):
         named = tuple(url.strip().rstrip("/") for url in urls)
         for url in named:
             if not is_server_url(url):
-                shown = (
-                    url
-                    if "@" not in url
-                    else f"one with user or password: {url.rpartition('@')[2]}"
-                )
-                raise ValueError(f"each url must be http(s)://HOST:PORT, got {shown!r}")
+                secret = "one with user or password: " if "@" in url else ""
+                got = shown(secret + url.rpartition("@")[2])
+                raise ValueError(f"each url must be http(s)://HOST:PORT, got {got}")
             if named.count(url) > 1:
-                raise ValueError(f"each url must be given once, got {url!r} twice")
+                raise ValueError(f"each url must be given once, got {shown(url)} twice")
         return named
 
     @model_validator(mode="after")

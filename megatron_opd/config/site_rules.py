@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron_opd.config.cluster import LAUNCHED
 from megatron_opd.config.schedule import ScheduleConfig
-from megatron_opd.config.site_bounds import is_open, slots_by_site
 from megatron_opd.config.sites import LEARNER_KEYS, SitesConfig
 from megatron_opd.config.tree import ConfigTree
 from sglang_bridge.listening import EVERY_ADDRESS
@@ -97,7 +96,7 @@ def _places(config: ConfigTree) -> str | None:
 
 def _slots(config: ConfigTree) -> str | None:
     group = config.rollout.group_size
-    for name, slots in slots_by_site(config).items():
+    for name, slots in config.site_slots.items():
         if slots < group:
             return (
                 f"sites.members.{name}.concurrency must be >= rollout.group_size, because a group "
@@ -135,7 +134,7 @@ def _open(config: ConfigTree) -> str | None:
     sites, schedule, natural = config.sites, config.schedule, ScheduleConfig()
     if not sites.members:
         return None
-    if not is_open(config):
+    if not sites.is_open:
         window = SitesConfig().max_staleness
         if sites.max_staleness == window:
             return None

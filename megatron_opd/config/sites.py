@@ -104,3 +104,17 @@ class SitesConfig(Section):
     delay is over, then loads the newest version, and the next delay begins."""
     sample_delays: DelayConfig = DelayConfig()
     """Holds back every sample on its way to the learner, for studies."""
+
+    @property
+    def is_open(self) -> bool:
+        """Returns whether sites always have all their slots full (open admission)."""
+        return bool(self.members) and self.admission == "open"
+
+
+def open_permits(batch_size: int, group: int, slots: int, window: int, sync_every: int) -> int:
+    """Return the permits of open admission (docs/staleness.md): enough never to stop a site early.
+
+    They are those of groups of which a site has a member, of the batches that wait and are in the
+    window, and of those since the last weight sync.
+    """
+    return (slots + 1) * group + (window + 1 + sync_every) * batch_size

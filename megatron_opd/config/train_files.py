@@ -37,7 +37,7 @@ def _as_files(value: Any) -> Any:
     return tuple({"path": each} if isinstance(each, str | Path) else each for each in found)
 
 
-def _go_together(files: tuple[TrainFile, ...]) -> tuple[TrainFile, ...]:
+def _are_compatible(files: tuple[TrainFile, ...]) -> tuple[TrainFile, ...]:
     unweighted = [file for file in files if file.weight is None]
     if 0 < len(unweighted) < len(files):
         raise ValueError(
@@ -54,5 +54,5 @@ def _go_together(files: tuple[TrainFile, ...]) -> tuple[TrainFile, ...]:
 
 
 TrainFiles = Annotated[
-    tuple[TrainFile, ...], BeforeValidator(_as_files), AfterValidator(_go_together)
+    tuple[TrainFile, ...], BeforeValidator(_as_files), AfterValidator(_are_compatible)
 ]

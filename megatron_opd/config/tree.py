@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from pydantic import Field
 
-from megatron_opd.config.cluster import ClusterConfig
+from megatron_opd.config.cluster import ClusterConfig, SecurityConfig, WorkersConfig
 from megatron_opd.config.corrections import CorrectionConfig
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.evaluation import EvaluationConfig, SetSettings, settings_of
@@ -27,14 +27,12 @@ from megatron_opd.config.sections import (
     ScoringConfig,
     WeightSyncConfig,
 )
-from megatron_opd.config.security import SecurityConfig
 from megatron_opd.config.selection import SelectionConfig
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.simulation import SimulationConfig
-from megatron_opd.config.sites import SitesConfig
+from megatron_opd.config.sites import SitesConfig, open_permits
 from megatron_opd.config.supports import SupportConfig
 from megatron_opd.config.verifier import VerifierConfig
-from megatron_opd.config.workers import WorkersConfig
 
 
 @dataclass(frozen=True)
@@ -136,6 +134,38 @@ class ConfigTree(Section):
         return default | self.teachers
 
     @property
+    def served(self) -> dict[str, ServerConfig]:
+        """Returns the sections of servers by key: student, teacher, teachers.NAME."""
+        teachers = {key_of_teacher(name): section for name, section in self.all_teachers.items()}
+        return {"student": self.student} | teachers
+
+    @property
+    def site_slots(self) -> dict[str, int]:
+        """Returns how many prompts each sampler site holds at once."""
+        default = self.rollout.concurrency
+        return {
+            name: default if site.concurrency is None else site.concurrency
+            for name, site in self.sites.members.items()
+        }
+
+    @property
+    def staleness_bound(self) -> int:
+        """Returns the bound on the staleness of a token that is trained on, in updates."""
+        if self.sites.is_open:
+            return self.sites.max_staleness
+        return self.schedule.bound(self.buffer.batch_size)
+
+    @property
+    def permits(self) -> int:
+        """Returns how many prompts may be between their admission and the version they led to."""
+        batch_size = self.buffer.batch_size
+        if not self.sites.is_open:
+            return self.schedule.permits(batch_size)
+        slots, group = sum(self.site_slots.values()), self.rollout.group_size
+        window, every = self.sites.max_staleness, self.schedule.sync_every
+        return open_permits(batch_size, group, slots, window, every)
+
+    @property
     def heldout(self) -> dict[str, SetSettings]:
         """Returns how each set of data.heldout is evaluated, by name; none where nothing is."""
         evaluation, limit = self.evaluation, self.rollout.max_new_tokens
@@ -150,3 +180,8 @@ class ConfigTree(Section):
         found = self.heldout
         name = self.evaluation.best_set
         return next(iter(found.values()), None) if name is None else found.get(name)
+
+
+def key_of_teacher(name: str) -> str:
+    """Return the section's key: `teacher`, or `teachers.NAME`."""
+    return name if name == DEFAULT_TEACHER else f"teachers.{name}"

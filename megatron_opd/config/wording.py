@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 MOST = 240
 
 
@@ -16,3 +18,8 @@ def shown(value: object, most: int = MOST) -> str:
     """Return a value as Python writes it, cut to `most` characters."""
     written = repr(value)
     return written if len(written) <= most else written[: most - 3] + "..."
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return the first few names, for people."""
+    return ", ".join(shown(name, 40) for name in sorted(map(str, names))[:8]) or "none"

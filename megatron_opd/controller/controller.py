@@ -67,7 +67,7 @@ class Controller(Pipeline):
         self, schedule: Schedule, ports: Ports, state: ControllerState = NOTHING_YET
     ) -> None:
         super().__init__(schedule, ports, state)
-        self._rollouts = Rollouts(schedule.in_flight, ports.weight_sync.stranded)
+        self._rollouts = Rollouts(schedule.in_flight, ports.weight_sync)
         self._batcher = Batcher(self._buffer, schedule.batch_size, schedule.kind.held)
         self._unsynced: list[Batch] = []
         """Trained on since the last weight sync that began."""

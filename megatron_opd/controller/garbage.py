@@ -1,4 +1,4 @@
-"""Keeps Python's search for cyclic garbage out of a controller's way."""
+"""Makes Python's garbage collector (gc) run rarely while a controller trains."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ OBJECTS = 100
 """How many a sample in flight needs, roughly: its task, coroutines, futures and records."""
 
 
-def put_aside() -> None:
-    """Look for garbage once more, and never again through what is there then."""
+def freeze_objects() -> None:
+    """Collect garbage once more, and let the collector skip all objects that are left."""
     gc.collect()
     gc.freeze()
 
 
 @contextmanager
-def collected_rarely(samples: int) -> Iterator[None]:
-    """Look for garbage rarely inside the block.
+def rare_collections(samples: int) -> Iterator[None]:
+    """Collect garbage rarely inside the block.
 
-    samples: in flight at most. A controller makes little cyclic garbage, and holds much that would
-    be looked through: so nothing is looked through before as many objects are new as it holds.
+    samples: in flight at most. A controller makes little cyclic garbage, and holds many objects
+    that each collection would visit: so none begins before as many objects are new as it holds.
     """
     before = gc.get_threshold()
     gc.set_threshold(max(LEAST, samples * OBJECTS), 20, 100)

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from megatron_opd.config.schedule import InFlight
 from megatron_opd.records.types import AnyRollout, with_restarts
@@ -24,15 +24,23 @@ from megatron_opd.records.types import AnyRollout, with_restarts
 Result = TypeVar("Result")
 
 
+class ServingServers(Protocol):
+    """Names the method of a fleet, or of its weight sync, that says when nothing samples."""
+
+    async def until_none_serves(self) -> None:
+        """Return once no server is left that could finish a response."""
+        ...
+
+
 class Rollouts:
     """Runs rollouts, and holds them back while weights are synced. For one event loop.
 
-    stranded: returns when no server is left that could finish a response; what was in flight then
-    waits for the weight sync, which must not wait for it.
+    servers: that sample. Where none of them serves, what is in flight waits for the weight sync,
+    which must not wait for it.
     """
 
-    def __init__(self, policy: InFlight, stranded: Callable[[], Awaitable[None]]) -> None:
-        self._policy, self._stranded = policy, stranded
+    def __init__(self, policy: InFlight, servers: ServingServers) -> None:
+        self._policy, self._servers = policy, servers
         self._open = asyncio.Event()
         self._open.set()
         self._running: set[asyncio.Task[AnyRollout]] = set()
@@ -82,12 +90,12 @@ class Rollouts:
         """Wait for what is in flight, unless no server is left to finish it."""
         if not self._running:
             return
-        stranded = asyncio.ensure_future(_awaited(self._stranded))
+        none_serves = asyncio.ensure_future(self._servers.until_none_serves())
         ended = asyncio.ensure_future(asyncio.wait(set(self._running)))
         try:
-            await asyncio.wait({stranded, ended}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({none_serves, ended}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            stranded.cancel()
+            none_serves.cancel()
             ended.cancel()
 
 

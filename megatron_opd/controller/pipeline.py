@@ -213,7 +213,7 @@ class Pipeline(ABC):
 
     def _is_too_old(self, sample: AnySample) -> bool:
         """Return whether no update may train on a sample that a site has sampled."""
-        if self._schedule.afar is None:  # what servers sample is never too old
+        if self._schedule.sites is None:  # what servers sample is never too old
             return False
         return staleness_versions(sample, self._num_updates) > self._schedule.bound
 
@@ -237,7 +237,7 @@ class Pipeline(ABC):
             self._buffer.open_again()
 
     def _drop_all_old(self) -> None:
-        if self._schedule.afar is None:
+        if self._schedule.sites is None:
             return
         line = self._buffer.in_line()
         self._drop_old([uid for uid, sample in line if sample and self._is_too_old(sample)])

@@ -96,7 +96,7 @@ class WeightSyncer(Protocol):
         """
         ...
 
-    async def stranded(self) -> None:
+    async def until_none_serves(self) -> None:
         """Return once no engine is left that holds the live version."""
         ...
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from itertools import chain
 
 from rich.console import Console, Group
 from rich.live import Live
@@ -96,23 +97,25 @@ def panel(snapshot: Snapshot) -> Group:
     for _ in range(4):
         body.add_column(style="dim")
         body.add_column(justify="right")
-    body.add_row(
-        *("version", str(snapshot.version)),
-        *("loss", _number(snapshot.loss)),
-        *(f"{name}{unit}", _number(figure)),
-        *("train tok/s", _number(snapshot.tokens_per_s, 0)),
-    )
-    body.add_row(
-        *("rolling out", str(depths.rolling)),
-        *("scoring", str(depths.scoring)),
-        *("buffered", str(depths.buffered)),
-        *("permits", f"{depths.permits_in_use}/{depths.permits}"),
-    )
-    body.add_row(
-        *("staleness mean", _number(snapshot.staleness_mean, 2)),
-        *("staleness max", _whole(snapshot.staleness_max)),
-        *("dropped", str(snapshot.dropped)),
-    )
+    trained = {
+        "version": str(snapshot.version),
+        "loss": _number(snapshot.loss),
+        f"{name}{unit}": _number(figure),
+        "train tok/s": _number(snapshot.tokens_per_s, 0),
+    }
+    in_flight = {
+        "rolling out": str(depths.rolling),
+        "scoring": str(depths.scoring),
+        "buffered": str(depths.buffered),
+        "permits": f"{depths.permits_in_use}/{depths.permits}",
+    }
+    samples = {
+        "staleness mean": _number(snapshot.staleness_mean, 2),
+        "staleness max": _whole(snapshot.staleness_max),
+        "dropped": str(snapshot.dropped),
+    }
+    for row in (trained, in_flight, samples):
+        body.add_row(*chain(*row.items()))
     return Group(head, body)
 
 

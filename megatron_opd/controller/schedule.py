@@ -12,7 +12,7 @@ from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.config.schedule import InFlight, ScheduleConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.config.selection import RewardSpread
-from megatron_opd.config.site_bounds import is_open, open_permits, slots_by_site
+from megatron_opd.config.sites import open_permits
 
 ROUNDS_TOO_OLD = 8
 """As many times may all that sites hold come too old in a row before the run ends. A site that
@@ -20,7 +20,7 @@ comes back after a long break brings one such round, with nothing wrong."""
 
 
 @dataclass(frozen=True, slots=True)
-class Afar:
+class SiteSchedule:
     """Says that sampler sites sample, which have weights of their own (megatron_opd/sites/).
 
     slots: prompts that all sites hold at once. window: largest staleness of open admission, in
@@ -39,7 +39,7 @@ class Schedule:
     rollout_slots, score_slots: requests in flight at once. group_size: G, samples that are trained
     on together or not at all. groups: which of them are thrown away for their rewards; None: none.
     plan: which version samples each update's batch; None: as permits and kind have it.
-    afar: the sites that sample; None: servers that every weight sync waits for.
+    sites: the sites that sample; None: servers that every weight sync waits for.
     """
 
     updates: int
@@ -50,42 +50,44 @@ class Schedule:
     group_size: int = 1
     groups: GroupRule | None = None
     plan: BatchPlan | None = None
-    afar: Afar | None = None
+    sites: SiteSchedule | None = None
 
     @property
     def permits(self) -> int:
-        """Returns P, the prompts that may hold a permit."""
-        if self.afar is None or self.afar.window is None:
+        """Returns P, the prompts that may hold a permit: Config.permits where a run made this."""
+        if self.sites is None or self.sites.window is None:
             return self.kind.permits(self.batch_size)
-        slots, window, every = self.afar.slots, self.afar.window, self.kind.sync_every
+        slots, window, every = self.sites.slots, self.sites.window, self.kind.sync_every
         return open_permits(self.batch_size, self.group_size, slots, window, every)
 
     @property
     def bound(self) -> int:
-        """Returns the largest staleness of a token, in versions (buffer/permits.py)."""
-        if self.afar is None or self.afar.window is None:
+        """Returns the largest staleness of a token, in versions (formula: config/schedule.py)."""
+        if self.sites is None or self.sites.window is None:
             return self.kind.bound(self.batch_size)
-        return self.afar.window
+        return self.sites.window
 
     @property
     def most_unscored(self) -> int:
         """Returns how many prompts may be admitted and not scored: open admission fills slots."""
-        return self.afar.slots if self.afar and self.takes_first_arrived else sys.maxsize
+        return self.sites.slots if self.sites and self.takes_first_arrived else sys.maxsize
 
     @property
     def most_too_old(self) -> int:
         """Returns how many groups in a row may be dropped because they are too old."""
-        return 0 if self.afar is None else ROUNDS_TOO_OLD * ceil(self.afar.slots / self.group_size)
+        return (
+            0 if self.sites is None else ROUNDS_TOO_OLD * ceil(self.sites.slots / self.group_size)
+        )
 
     @property
     def takes_first_arrived(self) -> bool:
         """Returns whether a batch is what arrived first (open admission)."""
-        return self.afar is not None and self.afar.window is not None
+        return self.sites is not None and self.sites.window is not None
 
     @property
     def in_flight(self) -> InFlight:
         """Returns what a weight sync does with responses that are being sampled."""
-        return self.kind.in_flight if self.afar is None else "in_place"
+        return self.kind.in_flight if self.sites is None else "in_place"
 
     @property
     def samples(self) -> int:
@@ -105,12 +107,12 @@ class Schedule:
 
 def make_schedule(config: Config) -> Schedule:
     """Make the schedule of a whole run."""
-    groups, by_site = config.selection.groups, slots_by_site(config)
+    groups, by_site = config.selection.groups, config.site_slots
     group_size = config.rollout.group_size if config.estimator.reads_groups else 1
     slots = sum(by_site.values())
     # all slots are full while at every site members of a group wait for some
     asked_for = slots + len(by_site) * group_size
-    window = config.sites.max_staleness if is_open(config) else None
+    window = config.sites.max_staleness if config.sites.is_open else None
     spread = groups if isinstance(groups, RewardSpread) else None
     return Schedule(
         updates=config.run.max_steps,
@@ -121,5 +123,5 @@ def make_schedule(config: Config) -> Schedule:
         group_size=group_size,
         groups=None if spread is None else GroupRule(spread, config.estimator.distils),
         plan=batch_plan(config.schedule, config.run.seed, config.run.max_steps),
-        afar=Afar(slots, window) if slots else None,
+        sites=SiteSchedule(slots, window) if slots else None,
     )

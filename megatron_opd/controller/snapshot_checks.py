@@ -45,7 +45,7 @@ def _spread_fault(spread: SpreadState | None) -> str | None:
     if min(spread.next_group, spread.in_a_row) < 0:
         return "a count of spread is below 0"
     if min(spread.found, default=spread.next_group) < spread.next_group:
-        return "spread holds a group that is settled"
+        return "spread holds a group that is decided"
     return None
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from megatron_opd.config.unique_keys import unique_keys
 from megatron_opd.config.wording import shown
 from megatron_opd.data.faults import Unusable
-from megatron_opd.data.values import unicode
+from megatron_opd.data.plain import unicode
 
 ARGUMENTS = "arguments"
 Given = dict[str, Any]
@@ -58,26 +58,40 @@ def as_mapping(arguments: Any, where: str) -> Any:
     return arguments  # pyright: ignore[reportUnknownVariableType]
 
 
-def with_arguments(message: Given, *, text: bool) -> Given:
-    """Return a message whose calls have their arguments as JSON text, or as mappings."""
+class WatchedArguments(dict[str, Any]):
+    """Holds the arguments of a call, and lists in `prints` what is printed of them as Python does.
+
+    Copies share the list: transformers copies a chat whose last message it continues.
+    """
+
+    def __init__(self, arguments: Mapping[str, Any], prints: list[str]) -> None:
+        super().__init__(arguments)
+        self.prints = prints
+
+    def __repr__(self) -> str:
+        self.prints.append(found := super().__repr__())
+        return found
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> WatchedArguments:
+        return WatchedArguments(copy.deepcopy(dict(self), memo), self.prints)
+
+
+def with_arguments(message: Given, prints: list[str] | None = None) -> Given:
+    """Return a message whose calls have their arguments as JSON text, or as mappings.
+
+    prints: make them mappings, and list here what a template prints of them as Python does.
+    """
     if "tool_calls" not in message:
         return message
     message = copy.deepcopy(message)
     for call in message["tool_calls"]:
         function = call.get("function", call)
         arguments = function.get(ARGUMENTS)
-        if text and isinstance(arguments, dict):
+        if prints is None and isinstance(arguments, dict):
             function[ARGUMENTS] = json.dumps(arguments, ensure_ascii=False)
-        elif not text and isinstance(arguments, str):
-            function[ARGUMENTS] = as_mapping(arguments, "a call")
+        elif prints is not None and isinstance(arguments, dict | str):
+            function[ARGUMENTS] = WatchedArguments(as_mapping(arguments, "a call"), prints)
     return message
-
-
-def prints_mappings(rendered: str, messages: Sequence[Given]) -> bool:
-    """Return whether a text holds arguments of calls as Python prints them."""
-    calls = (call for message in messages for call in message.get("tool_calls", ()))
-    found = (call.get("function", call).get(ARGUMENTS) for call in calls)
-    return any(isinstance(each, dict) and each and str(each) in rendered for each in found)
 
 
 def whole(value: Any, where: str) -> None:

@@ -76,18 +76,18 @@ def read_end_tokens(
     path: Path,
     raw: Mapping[str, Any],
     vocab_size: int,
-    eos: Any,
-    added: Mapping[str, int],
+    tokenizer: Any,
     default: int | None = None,
     asked: Sequence[int] = (),
 ) -> EndTokens:
     """Return what ends a response of the checkpoint at `path`, whose config.json is `raw`.
 
-    eos: the id of the tokenizer's end token, None without one. added: its added tokens' ids by
-    their texts. default: what the model's family takes for a config.json without the key
-    (models/families.py). asked: ids that a run names besides. ValueError: one is no id of the
-    model, or there is none.
+    tokenizer: transformers', None without one. default: what the model's family takes for a
+    config.json without the key (models/families.py). asked: ids that a run names besides.
+    ValueError: one is no id of the model, or there is none.
     """
+    eos = None if tokenizer is None else tokenizer.eos_token_id
+    added: Mapping[str, int] = {} if tokenizer is None else tokenizer.get_added_vocab()
     found = EndTokens(
         (
             *_checked(_named(raw, default), "config.json", vocab_size),

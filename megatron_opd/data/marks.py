@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megatron_opd.config.wording import shown
-from megatron_opd.data.messages import Chat
+from megatron_opd.data.chats import Chat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

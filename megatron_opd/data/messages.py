@@ -7,19 +7,28 @@ message holds besides its content reaches the template, or its row is a fault.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 from megatron_opd.config.wording import shown
 from megatron_opd.data.calls import read_calls, read_tools, whole
+from megatron_opd.data.chats import (
+    ASSISTANT,
+    LEADING,
+    NOTHING,
+    ROLES,
+    SYSTEM,
+    TOOL,
+    USER,
+    Chat,
+    ChatMessage,
+    RowChat,
+)
 from megatron_opd.data.faults import Unusable
-from megatron_opd.data.values import Row, present, read_text, unicode, value_of
+from megatron_opd.data.plain import unicode
+from megatron_opd.data.values import Row, present, read_text, value_of
 from megatron_opd.data.written_chats import messages_in
 
-ROLES = ("system", "developer", "user", "assistant", "tool")
-SYSTEM, DEVELOPER, USER, ASSISTANT, TOOL = ROLES
-LEADING = (SYSTEM, DEVELOPER)
-"""Roles of messages that stand in front."""
 SHAREGPT = {
     **{"system": SYSTEM, "human": USER, "user": USER, "gpt": ASSISTANT, "assistant": ASSISTANT},
     **{"chatgpt": ASSISTANT, "model": ASSISTANT, "tool": TOOL, "observation": TOOL},
@@ -27,35 +36,6 @@ SHAREGPT = {
 }
 """Roles by what ShareGPT files say under `from`."""
 CALL = "function_call"
-NOTHING: Mapping[str, Any] = {}
-
-
-class ChatMessage(NamedTuple):
-    """Holds one turn of a chat. others: what a template is given besides, by name."""
-
-    role: str
-    content: str
-    others: Mapping[str, Any] = NOTHING
-
-
-Chat = tuple[ChatMessage, ...]
-
-
-class RowChat(tuple[ChatMessage, ...]):
-    """Holds the chat of a row. tools: what the model may call. written: the row has it as text."""
-
-    tools: Sequence[Mapping[str, Any]] = ()
-    written: bool = False
-
-
-def chat_like(chat: Chat, messages: Iterable[ChatMessage]) -> Chat:
-    """Return a chat of other messages, with the same tools."""
-    return _row_chat(messages, tools_of(chat), written=False)
-
-
-def tools_of(chat: str | Chat) -> Sequence[Mapping[str, Any]]:
-    """Return the tools that come with a prompt."""
-    return chat.tools if isinstance(chat, RowChat) else ()
 
 
 def read_chat(row: Row, key: str, tools_key: str | None = None) -> str | Chat:
@@ -70,9 +50,9 @@ def read_chat(row: Row, key: str, tools_key: str | None = None) -> str | Chat:
     found = value if written is None else written
     if not isinstance(found, list | tuple):
         text = read_text(row, key)
-        return _row_chat([ChatMessage(USER, text)], tools, written=False) if tools else text
+        return RowChat.of([ChatMessage(USER, text)], tools) if tools else text
     messages = [_message(key, number, each) for number, each in enumerate(found, start=1)]
-    chat = _row_chat(messages, tools, written=written is not None)
+    chat = RowChat.of(messages, tools, written=written is not None)
     if not chat:
         raise Unusable("empty", f"{key!r} holds no messages")
     front = 2 if [m.role for m in chat[:2]] == list(LEADING) else 1
@@ -85,24 +65,6 @@ def read_chat(row: Row, key: str, tools_key: str | None = None) -> str | Chat:
         raise Unusable("bad_chat", f"{key!r} holds {last}")
     if chat[-1].role == USER and not chat[-1].content.strip():
         raise Unusable("empty", f"the last message of {key!r} is empty")
-    return chat
-
-
-def chat_text(chat: str | Chat) -> str:
-    """Return what a chat asks, for people and comparisons: its only user message, or its turns."""
-    if isinstance(chat, str):
-        return chat
-    asked = [message for message in chat if message.role not in LEADING]
-    if len(asked) == 1:
-        return asked[0].content
-    return "\n".join(f"{message.role}: {message.content}" for message in asked)
-
-
-def _row_chat(
-    messages: Iterable[ChatMessage], tools: Sequence[Mapping[str, Any]], *, written: bool
-) -> Chat:
-    chat = RowChat(messages)
-    chat.tools, chat.written = tools, written
     return chat
 
 

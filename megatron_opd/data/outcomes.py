@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron_opd.data.chats import chat_text
 from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.marks import KINDS, Mark
-from megatron_opd.data.messages import chat_text
 from megatron_opd.data.prompt_rules import PromptRules
 from megatron_opd.data.records import Record
 from megatron_opd.data.render import Rendered, Renderer

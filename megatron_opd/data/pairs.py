@@ -16,16 +16,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron_opd.config.sft import SftConfig
-from megatron_opd.config.wording import shown
+from megatron_opd.config.wording import listed, shown
+from megatron_opd.data.chats import ASSISTANT, USER, Chat, ChatMessage, chat_like
 from megatron_opd.data.end_tokens import read_end_tokens
 from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.marks import KINDS, Mark
-from megatron_opd.data.messages import ASSISTANT, USER, Chat, ChatMessage, chat_like
 from megatron_opd.data.records import Columns, Record, scan_records
 from megatron_opd.data.render import Rendered, Renderer, Rendering
 from megatron_opd.data.template import use_template
 from megatron_opd.data.unread_columns import unread_columns
-from megatron_opd.data.values import listed
 from megatron_opd.models.spec import ModelSpec, read_config
 from megatron_opd.records.types import IntArray
 
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NOT_ENDED, CUT = "not_ended", "cut"
-TOLD = {
+FAULT_TEXTS = {
     **KINDS,
     NOT_ENDED: (
         "have answers that the chat template does not end with an end token of the model, so that "
@@ -95,14 +94,12 @@ def pair_rules(
     how = Rendering(
         bool(config.chat_template), config.system_prompt, config.chat_template_kwargs, clock
     )
-    loaded: Any = tokenizer
     try:
         ends = read_end_tokens(
             config.init,
             read_config(config.init / "config.json"),
             spec.vocab_size,
-            loaded.eos_token_id,
-            loaded.get_added_vocab(),
+            tokenizer,
             spec.family.end_token,
         )
     except ValueError as error:
@@ -148,7 +145,7 @@ def read_pairs(path: Path, tokenizer: PreTrainedTokenizerBase, rules: PairRules)
     if not pairs:
         raise ValueError(f"{path} holds no rows")
     notes = [
-        f"{path}: {count[kind]} of {len(pairs)} examples {TOLD[kind]}; first {first[kind]}"
+        f"{path}: {count[kind]} of {len(pairs)} examples {FAULT_TEXTS[kind]}; first {first[kind]}"
         for kind in count
     ]
     if names := unread_columns(path, rules.columns.wanted):

@@ -61,6 +61,15 @@ def plain(value: Any, key: str, depth: int = 0) -> Any:
     return None if missing else value
 
 
+def unicode(text: str, key: str) -> str:
+    """Return `text`, whose characters are whole."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
+        raise Unusable("wrong_type", f"{key!r} is not valid Unicode ({error.reason})") from None
+    return text
+
+
 def without_gaps(value: Any) -> Any:
     """Return a value of a table, its mappings without keys of null.
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megatron_opd.data.chats import ASSISTANT
 from megatron_opd.data.faults import Unusable
-from megatron_opd.data.messages import ASSISTANT
 from megatron_opd.data.records import Columns, Record
 from megatron_opd.data.render import Rendering
 

@@ -15,9 +15,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from megatron_opd.config.wording import line, shown
-from megatron_opd.data.faults import Unusable
-from megatron_opd.data.marks import JSON_TEXT, Mark, Marker, alike, changed, continued, probe
-from megatron_opd.data.messages import (
+from megatron_opd.data.chats import (
     ASSISTANT,
     LEADING,
     SYSTEM,
@@ -27,6 +25,8 @@ from megatron_opd.data.messages import (
     RowChat,
     chat_like,
 )
+from megatron_opd.data.faults import Unusable
+from megatron_opd.data.marks import JSON_TEXT, Mark, Marker, alike, changed, continued, probe
 from megatron_opd.data.spoken import apply_template, unread, without
 from megatron_opd.data.template import chance_in, names_in, sources, this_moment
 
@@ -120,8 +120,8 @@ class Renderer:
         if not prompts:
             return []
         characters = sum(len(m.content) for prompt in prompts for m in self._how.chat_of(prompt))
-        through = self._chats if self._how.chat_template else self._texts
-        return self._within(len(prompts), characters, lambda: through(prompts))
+        render = self._chats if self._how.chat_template else self._texts
+        return self._within(len(prompts), characters, lambda: render(prompts))
 
     def answered(
         self, prompt: str | Chat, answer: ChatMessage

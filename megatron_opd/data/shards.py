@@ -12,8 +12,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron_opd.config.wording import shown
-from megatron_opd.data.values import listed
+from megatron_opd.config.wording import listed, shown
 from megatron_opd.models.file_kinds import is_pointer, pointer_line
 
 LINES, VALUES, PARQUET, CSV = "lines", "values", "parquet", "csv"

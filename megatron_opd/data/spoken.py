@@ -12,17 +12,10 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from megatron_opd.config.wording import shown
-from megatron_opd.data.calls import prints_mappings, with_arguments
+from megatron_opd.data.calls import with_arguments
+from megatron_opd.data.chats import ASSISTANT, DEVELOPER, SYSTEM, Chat, chat_like, tools_of
 from megatron_opd.data.faults import Unusable
 from megatron_opd.data.marks import AS_SYSTEM, UNREAD, Mark
-from megatron_opd.data.messages import (
-    ASSISTANT,
-    DEVELOPER,
-    SYSTEM,
-    Chat,
-    chat_like,
-    tools_of,
-)
 from megatron_opd.data.template import CLOCK, names_in, sources
 
 if TYPE_CHECKING:
@@ -57,9 +50,9 @@ def apply_template(
         for m in chat
     ]
 
-    def rendered(*, text: bool) -> str:
+    def rendered(prints: list[str] | None = None) -> str:
         found = tokenizer.apply_chat_template(
-            [with_arguments(message, text=text) for message in given],
+            [with_arguments(message, prints) for message in given],
             tools=[dict(tool) for tool in tools_of(chat)] or None,
             tokenize=False,
             add_generation_prompt=answer and not continues,
@@ -70,15 +63,15 @@ def apply_template(
         return str(found)
 
     def called() -> str:
+        prints: list[str] = []
         try:
-            found = rendered(text=False)
+            found = rendered(prints)
         except Exception:  # noqa: BLE001  a template is a program: it raises what it likes
-            return rendered(text=True)
-        mappings = [with_arguments(message, text=False) for message in given]
-        return rendered(text=True) if prints_mappings(found, mappings) else found
+            return rendered()
+        return rendered() if prints else found
 
     if not any("tool_calls" in message for message in given):
-        return rendered(text=False)
+        return rendered()
     if not any(message["content"] is None for message in given):
         return called()
     try:

@@ -17,12 +17,11 @@ from typing import Any, BinaryIO, cast
 
 import numpy as np
 
-from megatron_opd.config.wording import line, shown
+from megatron_opd.config.wording import line, listed, shown
 from megatron_opd.data.faults import Fault
 from megatron_opd.data.key_paths import column_of
 from megatron_opd.data.lines import Located
 from megatron_opd.data.plain import table_rows
-from megatron_opd.data.values import listed
 
 STATE, SPLITS = "state.json", "dataset_dict.json"
 END = b"\xff\xff\xff\xff\0\0\0\0"

@@ -13,10 +13,10 @@ from fractions import Fraction
 from typing import Any
 
 from megatron_opd.config.section import MAX_STOP_LENGTH, MAX_STOPS
-from megatron_opd.config.wording import shown
+from megatron_opd.config.wording import listed, shown
 from megatron_opd.data.faults import Unusable
 from megatron_opd.data.key_paths import ABSENT, lookup
-from megatron_opd.data.plain import plain, written_number
+from megatron_opd.data.plain import plain, unicode, written_number
 from megatron_opd.records.types import RightAnswer
 
 Row = Mapping[str, Any]
@@ -139,20 +139,6 @@ def value_of(row: Row, key: str, *, nan: bool = False) -> Any:
     value = None if found is ABSENT else plain(found, key)
     gap = not nan and isinstance(value, float | Decimal) and math.isnan(value)
     return None if gap else value
-
-
-def listed(columns: Collection[str]) -> str:
-    """Return the first few names, for people."""
-    return ", ".join(shown(name, 40) for name in sorted(map(str, columns))[:8]) or "none"
-
-
-def unicode(text: str, key: str) -> str:
-    """Return `text`, whose characters are whole."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:  # a lone surrogate, which JSON can spell
-        raise Unusable("wrong_type", f"{key!r} is not valid Unicode ({error.reason})") from None
-    return text
 
 
 def _text_of(value: Any, key: str) -> str | None:

@@ -6,7 +6,6 @@ Invariant: what may hang, raise or take memory runs in a worker process alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from types import TracebackType
 
 from megatron_opd.config.verifier import VerifierConfig
 from megatron_opd.data.tasks import TASKS, get_task, get_verifier
@@ -49,15 +48,10 @@ class TaskVerifiers:
             await self._pool.__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         """End the workers."""
         if self._pool is not None:
-            await self._pool.__aexit__(kind, error, trace)
+            await self._pool.__aexit__(*exception)
 
     async def verify(self, task: str, response: str, answer: RightAnswer) -> float:
         """Return the reward in [0, 1] that `task` gives a response: of several answers the best.

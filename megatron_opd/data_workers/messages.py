@@ -129,7 +129,7 @@ class Looked(_Message, frozen=True):
     waiting: list[str]
 
 
-class WholeCall(_Message, frozen=True):
+class Fetched(_Message, frozen=True):
     """Answers Fetch: a snapshot.Member, encoded; its prompt holds nothing but tokens."""
 
     call: int
@@ -149,7 +149,7 @@ class CallFailed(_Message, frozen=True):
 Order = Generate | JudgeCall | ScoreCall | Look | Fetch | Release | Cancel | Close
 Call = Generate | JudgeCall | ScoreCall | Look | Fetch
 """An order that has an answer."""
-Answered = Generated | JudgedCall | ScoredCall | Looked | WholeCall | CallFailed
+Answered = Generated | JudgedCall | ScoredCall | Looked | Fetched | CallFailed
 """An answer to a call."""
 Answer = WorkerHello | Answered
 

@@ -26,11 +26,13 @@ from megatron_opd.data_workers.checks import (
     looked_fault,
     scored_fault,
 )
+from megatron_opd.data_workers.connections import WorkerConnection, WorkerConnections
 from megatron_opd.data_workers.faults import WorkerFailed
-from megatron_opd.data_workers.links import Links, WorkerLink
+from megatron_opd.data_workers.fetched import fetched_fault, with_arrays
 from megatron_opd.data_workers.messages import (
     Answer,
     Fetch,
+    Fetched,
     Generate,
     Generated,
     JudgeCall,
@@ -40,10 +42,8 @@ from megatron_opd.data_workers.messages import (
     Release,
     ScoreCall,
     ScoredCall,
-    WholeCall,
 )
 from megatron_opd.data_workers.requests import encode_request
-from megatron_opd.data_workers.whole import whole_fault, with_arrays
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.types import (
     AnyRollout,
@@ -76,7 +76,7 @@ class WorkersUnreachable(RuntimeError):
 
 
 class WorkerPool:
-    """Gives work to data workers over `links`, which count, host, keys and max_bytes are for.
+    """Gives work to data workers over `connections`, which count, host, keys and max_bytes are for.
 
     Args:
         again: starts the worker of an index once more; None, or False: it is lost for good.
@@ -91,9 +91,9 @@ class WorkerPool:
         again: Callable[[int], bool] | None = None,
     ) -> None:
         self._count, self._again = count, again
-        self.links = Links(count, host, keys, max_bytes, self._joined, self._gone)
-        self._owners: dict[str, WorkerLink] = {}
-        self._held: dict[int, tuple[WorkerLink, str]] = {}
+        self.connections = WorkerConnections(count, host, keys, max_bytes, self._joined, self._gone)
+        self._owners: dict[str, WorkerConnection] = {}
+        self._held: dict[int, tuple[WorkerConnection, str]] = {}
         self._asked_for: WeakSet[ServerClient] = WeakSet()
         """Servers of which workers are asked how far they are."""
         self._lost: set[int] = set()
@@ -109,7 +109,7 @@ class WorkerPool:
 
     async def ready(self) -> None:
         """Return once every worker is there."""
-        while len(self.links.alive) < self._count:
+        while len(self.connections.alive) < self._count:
             await self._until_changed()
 
     def give_up(self) -> None:
@@ -119,7 +119,7 @@ class WorkerPool:
 
     def never_came(self, index: int) -> None:
         """Note that a worker that was started again ended; one that had joined is lost as usual."""
-        if all(link.index != index for link in self.links.alive) and index in self._coming:
+        if index in self._coming and not self.connections.is_there(index):
             self._coming.discard(index)
             if self._again is None or not self._again(index):
                 self.give_up()
@@ -141,12 +141,12 @@ class WorkerPool:
         BridgeError, ServerUnreachable also where the worker is lost meanwhile, as it is when its
         answer cannot be (checks.py). started_s, restarts: see Rollout.
         """
-        link = await self._owner(client.url)
+        worker = await self._owner(client.url)
         number = next(self._numbers)
         try:
             order = Generate(number, client.endpoint, encode_request(request))
             fault = partial(generated_fault, request, client.endpoint.known)
-            work = self.links.call(link, order, Generated, fault)
+            work = self.connections.call(worker, order, Generated, fault)
             del order  # a prompt, while thousands of answers are awaited
             answer = await self._deadlines(client).within(request.rid, work)
             newest = max((version for version, *_ in answer.spans), default=0)
@@ -154,14 +154,14 @@ class WorkerPool:
         except SamplesLost as error:
             raise ServerUnreachable(client.url, "/generate", str(error), sent=True) from None
         except BaseException:
-            if link.alive:  # the answer may be on its way, or here, and nobody waits for it now
-                self.links.send(link, Release([request.rid]))
+            if worker.alive:  # the answer may be on its way, or here, and nobody waits for it now
+                self.connections.send(worker, Release([request.rid]))
             raise
         self.release([prompt.uid])
-        self._held[prompt.uid] = link, request.rid
+        self._held[prompt.uid] = worker, request.rid
         return HeldRollout(
             prompt=prompt,
-            worker=link.name,
+            worker=worker.name,
             key=request.rid,
             num_response_tokens=answer.tokens,
             num_ids=answer.ids,
@@ -180,9 +180,9 @@ class WorkerPool:
 
         VerifierFailed. SamplesLost.
         """
-        link = self._holder(rollout)
+        worker = self._holder(rollout)
         order = JudgeCall(next(self._numbers), rollout.key, task, answer)
-        reward = (await self.links.call(link, order, JudgedCall, judged_fault)).reward
+        reward = (await self.connections.call(worker, order, JudgedCall, judged_fault)).reward
         assert reward is not None, "that is a fault"
         return reward
 
@@ -193,7 +193,7 @@ class WorkerPool:
 
         teacher_vocab_size: ids of the teacher. BridgeError. ScoreRejected. SamplesLost.
         """
-        link, number = self._holder(rollout), next(self._numbers)
+        worker, number = self._holder(rollout), next(self._numbers)
         rid = f"{ask.rid}-{number}."  # the server may still be busy with an earlier try
         order = ScoreCall(
             number,
@@ -203,7 +203,7 @@ class WorkerPool:
             teacher_vocab_size,
         )
         fault = partial(scored_fault, rollout, ask)
-        work = self.links.call(link, order, ScoredCall, fault)
+        work = self.connections.call(worker, order, ScoredCall, fault)
         answer = await self._deadlines(client).within(rid, work)
         if (answer.ids, answer.size) != (rollout.num_ids, rollout.cache):  # the teacher selected
             rollout = msgspec.structs.replace(rollout, num_ids=answer.ids, cache=answer.size)
@@ -215,8 +215,8 @@ class WorkerPool:
         """Return whether the arrays of a sample are there, here or in a worker."""
         if not isinstance(sample, HeldSample):
             return True
-        link, key = self._held.get(sample.rollout.prompt.uid, (None, ""))
-        return link is not None and link.alive and key == sample.rollout.key
+        worker, key = self._held.get(sample.rollout.prompt.uid, (None, ""))
+        return worker is not None and worker.alive and key == sample.rollout.key
 
     def source(self, sample: HeldSample) -> tuple[str, str]:
         """Return (address, key) for who takes the sample. SamplesLost."""
@@ -230,26 +230,29 @@ class WorkerPool:
             return here
         rollout = found.rollout if isinstance(found, HeldSample) else found
         try:
-            link = self._holder(rollout)
+            worker = self._holder(rollout)
         except SamplesLost as error:
             lost: asyncio.Future[Rollout | Sample] = asyncio.get_running_loop().create_future()
             lost.set_exception(error)
             return lost
-        asked = self.links.asked(link, Fetch(next(self._numbers), rollout.key))
-        return asyncio.ensure_future(self._filled(found, link, asked))
+        asked = self.connections.asked(worker, Fetch(next(self._numbers), rollout.key))
+        return asyncio.ensure_future(self._filled(found, worker, asked))
 
     async def _filled(
-        self, found: HeldRollout | HeldSample, link: WorkerLink, asked: asyncio.Future[Answer]
+        self,
+        found: HeldRollout | HeldSample,
+        worker: WorkerConnection,
+        asked: asyncio.Future[Answer],
     ) -> Rollout | Sample:
         """Return what a worker sends. SamplesLost: it is not what it said, or nothing."""
-        answer = self.links.expected(link, await asked, WholeCall)
+        answer = self.connections.expected(worker, await asked, Fetched)
         try:
             member = decode_member(answer.member)
-            fault = whole_fault(found, member)
+            fault = fetched_fault(found, member)
         except ValueError as error:
-            raise self.links.breach(link, one_line(str(error))) from None
+            raise self.connections.breach(worker, one_line(str(error))) from None
         if fault is not None:
-            raise self.links.breach(link, f"it sent {fault}")
+            raise self.connections.breach(worker, f"it sent {fault}")
         return with_arrays(found, member)
 
     async def sample(self, sample: AnySample) -> Sample:
@@ -290,13 +293,13 @@ class WorkerPool:
 
     def release(self, uids: Iterable[int]) -> None:
         """Let go of what is held for these prompts."""
-        by_link: dict[WorkerLink, list[str]] = {}
+        by_worker: dict[WorkerConnection, list[str]] = {}
         for uid in uids:
-            link, key = self._held.pop(uid, (None, ""))
-            if link is not None and link.alive:
-                by_link.setdefault(link, []).append(key)
-        for link, keys in by_link.items():
-            self.links.send(link, Release(keys))
+            worker, key = self._held.pop(uid, (None, ""))
+            if worker is not None and worker.alive:
+                by_worker.setdefault(worker, []).append(key)
+        for worker, keys in by_worker.items():
+            self.connections.send(worker, Release(keys))
 
     async def lost(self) -> Collection[int]:
         """Return the prompts whose arrays were lost since the last call, once there are any.
@@ -312,37 +315,39 @@ class WorkerPool:
 
     # ------------------------------------------------------------ who is there
 
-    def _joined(self, link: WorkerLink) -> None:
-        self._coming.discard(link.index)
+    def _joined(self, worker: WorkerConnection) -> None:
+        self._coming.discard(worker.index)
         self._owners.clear()  # servers are shared out anew
-        for other in self.links.alive:
+        for other in self.connections.alive:
             other.servers = 0
         self._change()
 
-    def _gone(self, link: WorkerLink, why: str) -> None:
+    def _gone(self, worker: WorkerConnection, why: str) -> None:
         self.workers_lost += 1
-        held = {uid for uid, (holder, _) in self._held.items() if holder is link}
+        held = {uid for uid, (holder, _) in self._held.items() if holder is worker}
         self._lost |= held
         for uid in held:
             del self._held[uid]
-        self._owners = {url: owner for url, owner in self._owners.items() if owner is not link}
-        comes = self._again is not None and self._again(link.index)
+        self._owners = {url: owner for url, owner in self._owners.items() if owner is not worker}
+        comes = self._again is not None and self._again(worker.index)
         self._awaited -= not comes
         if comes:
-            self._coming.add(link.index)
+            self._coming.add(worker.index)
         logger.warning(
             "%s is lost (%s) with %d samples, which are sampled anew; %s",
-            *(link.name, why, len(held)),
-            "it is started again" if comes else f"{len(self.links.alive)} are left",
+            worker.name,
+            why,
+            len(held),
+            "it is started again" if comes else f"{len(self.connections.alive)} are left",
         )
         self._change()
 
-    async def _owner(self, url: str) -> WorkerLink:
+    async def _owner(self, url: str) -> WorkerConnection:
         """Return the worker that asks the server at `url`; waits until there is one."""
         while url not in self._owners:
-            alive = self.links.alive
+            alive = self.connections.alive
             if alive:
-                owner = min(alive, key=lambda link: link.servers)
+                owner = min(alive, key=lambda worker: worker.servers)
                 owner.servers += 1
                 self._owners[url] = owner
             else:
@@ -358,19 +363,19 @@ class WorkerPool:
 
     async def _progress(self, client: ServerClient) -> Progress:
         """Return how far a server is. BridgeError: it cannot be asked, or its worker cannot ask."""
-        link = await self._owner(client.url)
+        worker = await self._owner(client.url)
         order = Look(next(self._numbers), client.endpoint)
         try:
-            answer = await self.links.call(link, order, Looked, looked_fault)
+            answer = await self.connections.call(worker, order, Looked, looked_fault)
         except (SamplesLost, SampleRejected, VerifierFailed, WorkerFailed) as error:
             raise ServerUnreachable(client.url, "progress", str(error), sent=True) from None
         return Progress(answer.tokens, frozenset(answer.waiting))
 
-    def _holder(self, rollout: HeldRollout) -> WorkerLink:
-        link, key = self._held.get(rollout.prompt.uid, (None, ""))
-        if link is None or not link.alive or key != rollout.key:
+    def _holder(self, rollout: HeldRollout) -> WorkerConnection:
+        worker, key = self._held.get(rollout.prompt.uid, (None, ""))
+        if worker is None or not worker.alive or key != rollout.key:
             raise SamplesLost(f"{rollout.worker} is lost")
-        return link
+        return worker
 
     def _change(self) -> None:
         self._changed.set()

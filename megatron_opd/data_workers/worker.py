@@ -1,4 +1,4 @@
-"""Runs one data worker: executes the controller's orders, and gives samples to learner ranks.
+"""Runs one data worker: executes the controller's orders, and serves samples to learner ranks.
 
 Orders are executed at the same time, each as a task; answers go out as they come, one to each call.
 What is no order is counted and changes nothing. The worker ends with its controller, or when that
@@ -14,12 +14,10 @@ from collections.abc import Coroutine
 from typing import Any
 
 import zmq
-import zmq.asyncio
 
 from megatron_opd.data.judge import Judge
+from megatron_opd.data_workers.data_server import DataServer
 from megatron_opd.data_workers.faults import failed
-from megatron_opd.data_workers.giving import Giving
-from megatron_opd.data_workers.holding import Holding
 from megatron_opd.data_workers.messages import (
     MAX_ORDER_BYTES,
     Answer,
@@ -27,20 +25,22 @@ from megatron_opd.data_workers.messages import (
     Cancel,
     Close,
     Fetch,
+    Fetched,
     Generate,
     JudgeCall,
     Look,
     Order,
     Release,
     ScoreCall,
-    WholeCall,
     WorkerHello,
     decode_order,
     encode,
 )
+from megatron_opd.data_workers.store import WorkerStore
 from megatron_opd.wire.codec import BadMessage
-from megatron_opd.wire.gate import guard_socket, show_keys
+from megatron_opd.wire.dealer import Dealer, Disconnected, LostHow
 from megatron_opd.wire.keys import RankKeys
+from megatron_opd.wire.sockets import PeerMessage, SocketLimits
 from sglang_bridge.client import Endpoint, ServerClient
 from sglang_bridge.refusals import Refusals
 
@@ -58,7 +58,7 @@ class Worker:
         index: which of the run's workers it is.
         host: where learner ranks reach this worker.
         keys: what a rank of the run has; they make the worker known to all others.
-        judge, draws: see Holding.
+        judge, draws: see WorkerStore.
     """
 
     def __init__(
@@ -72,53 +72,50 @@ class Worker:
     ) -> None:
         self._index = index
         self.refusals = Refusals(logger, "among the controller's orders")
-        self._context = zmq.asyncio.Context()
-        self._orders = self._context.socket(zmq.DEALER)
-        self._orders.set(zmq.RCVHWM, 0)
-        self._orders.set(zmq.SNDHWM, 0)
-        self._orders.set(zmq.LINGER, 0)
-        guard_socket(self._orders, MAX_ORDER_BYTES)
-        show_keys(self._orders, keys.controller, keys.secret)
-        self._monitor = self._orders.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._orders.connect(address)
+        self._context = zmq.Context()
+        limits = SocketLimits(MAX_ORDER_BYTES)
+        self._dealer = Dealer(self._context, address, keys.controller, keys.secret, limits)
         self._clients: dict[str, ServerClient] = {}
-        self._holding = Holding(self._client, judge, draws)
-        self._giving = Giving(self._context, host, keys, self._holding.frames)
+        self._store = WorkerStore(self._client, judge, draws)
+        self._data_server = DataServer(host, keys, self._store.frames)
         self._calls: dict[int, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         """Execute orders until Close. ControllerGone: the connection to the controller ended."""
-        await self._send(WorkerHello(self._index, self._giving.address))
-        watch = asyncio.create_task(self._disconnected(), name="controller")
-        serving = asyncio.create_task(self._serve(), name="orders")
-        giving = asyncio.create_task(self._giving.serve(), name="samples")
+        self._send(WorkerHello(self._index, self._data_server.address))
+        orders = asyncio.create_task(self._execute_orders(), name="orders")
+        samples = asyncio.create_task(self._data_server.serve(), name="samples")
         try:
-            await asyncio.wait({watch, serving, giving}, return_when=asyncio.FIRST_COMPLETED)
-            for task in (serving, giving):
-                if task.done():
-                    return task.result()
-            raise ControllerGone("the controller is gone: this data worker ends")
+            done, _ = await asyncio.wait({orders, samples}, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
         finally:
-            tasks = [watch, serving, giving, *self._calls.values()]
+            tasks = [orders, samples, *self._calls.values()]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.gather(*(client.close() for client in self._clients.values()))
-            self._orders.disable_monitor()
-            self._monitor.close(linger=0)
-            self._giving.close()
-            self._context.destroy(linger=0)
+            self._dealer.close()
+            self._data_server.close()
+            self._context.term()
 
-    async def _serve(self) -> None:
+    async def _execute_orders(self) -> None:
+        """Execute orders until Close. ControllerGone: the connection ended before that."""
         while True:
-            for frame in await self._orders.recv_multipart():
-                try:
-                    order = decode_order(frame)
-                except BadMessage as error:
-                    self.refusals.add(str(error))
-                    continue
-                if not await self._obey(order):
-                    return
+            match await self._dealer.next():
+                case PeerMessage() as message:
+                    for frame in message.buffers:
+                        try:
+                            order = decode_order(frame)
+                        except BadMessage as error:
+                            self.refusals.add(str(error))
+                            continue
+                        if not await self._obey(order):
+                            return
+                case Disconnected(LostHow.ENDED):
+                    raise ControllerGone("the controller is gone: this data worker ends")
+                case _:
+                    pass
 
     async def _obey(self, order: Order) -> bool:
         """Begin what an order says; returns whether more may follow."""
@@ -127,7 +124,7 @@ class Worker:
                 return False
             case Release():
                 for key in order.keys:
-                    self._holding.release(key)
+                    self._store.release(key)
             case Cancel():
                 task = self._calls.get(order.call)
                 if task is not None:
@@ -141,9 +138,6 @@ class Worker:
                 await asyncio.sleep(0)  # so that it has begun, and answers, when it is cancelled
         return True
 
-    async def _disconnected(self) -> None:
-        await self._monitor.recv_multipart()
-
     def _begin(self, order: Generate | JudgeCall | ScoreCall | Look) -> None:
         task = asyncio.create_task(self._answer(order))
         self._calls[order.call] = task
@@ -154,26 +148,26 @@ class Worker:
             answer = await self._execute(order)
         except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001  all must be answered
             answer = failed(order.call, error)
-        await self._send(answer)
+        self._send(answer)
 
     def _execute(self, order: Call) -> Coroutine[Any, Any, Answer]:
         match order:
             case Generate():
-                return self._holding.generate(order)
+                return self._store.generate(order)
             case JudgeCall():
-                return self._holding.judge(order)
+                return self._store.judge(order)
             case ScoreCall():
-                return self._holding.score(order)
+                return self._store.score(order)
             case Look():
-                return self._holding.look(order)
+                return self._store.look(order)
             case Fetch():
                 return self._fetch(order)
 
-    async def _fetch(self, order: Fetch) -> WholeCall:
-        return WholeCall(order.call, self._holding.encoded(order.key))
+    async def _fetch(self, order: Fetch) -> Fetched:
+        return Fetched(order.call, self._store.encoded(order.key))
 
-    async def _send(self, answer: Answer) -> None:
-        await self._orders.send(encode(answer))
+    def _send(self, answer: Answer) -> None:
+        self._dealer.send([encode(answer)])
 
     def _client(self, endpoint: Endpoint) -> ServerClient:
         """Return the client of a server, made when it is first asked."""

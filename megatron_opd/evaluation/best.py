@@ -24,9 +24,10 @@ async def convert_step(step: Path, target: Path, model: Path, dtype: str) -> Non
     In a process of its own, whose memory ends with it. model: what the run started from. Raises
     NotConverted.
     """
-    command = ["-m", "megatron_opd", "convert", "megatron-to-hf", str(step / LEARNER), str(target)]
+    convert = ["-m", "megatron_opd", "convert", "megatron-to-hf", str(step / LEARNER), str(target)]
+    command = [sys.executable, *convert, "--model", str(model), "--dtype", dtype]
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, *command, "--model", str(model), "--dtype", dtype),
+        *command,
         stdout=asyncio.subprocess.DEVNULL,
         stderr=asyncio.subprocess.PIPE,
     )

@@ -6,6 +6,7 @@ import asyncio
 import tempfile
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -21,17 +22,17 @@ from megatron_opd.evaluation.measure import (
     FleetPort,
     evaluate,
 )
-from megatron_opd.evaluation.ports import EvaluatedSet
-from megatron_opd.evaluation.sets import evaluated_sets
+from megatron_opd.evaluation.sets import EvaluatedSet, evaluated_sets
 from megatron_opd.fleet.clients import make_fleet
-from megatron_opd.fleet.ends import FirstCause
-from megatron_opd.inputs.models import check_ends, ends_of, read_model
+from megatron_opd.fleet.ends import FirstCause, closing_all
+from megatron_opd.fleet.startup import start_all
+from megatron_opd.inputs.model_facts import read_model
+from megatron_opd.inputs.models import check_ends, ends_of
 from megatron_opd.inputs.prepare import make_verifiers, prepare
 from megatron_opd.inputs.rendering import template_of_run
 from megatron_opd.inputs.tokenizers import load_tokenizer
 from megatron_opd.inputs.verifiers import judging
 from megatron_opd.inputs.weights import check_weights
-from megatron_opd.launch.joining import all_of
 from megatron_opd.launch.keys import role_key
 from megatron_opd.launch.placing import gpus_of_server
 from megatron_opd.launch.processes import Processes
@@ -66,7 +67,7 @@ def questions_of(config: Config, clock: datetime | None = None) -> Questions:
     of_run = template_of_run(config.run.dir) if clock is None else None
     clock = of_run.clock if of_run is not None else clock or this_moment()
     prepared = prepare(config, kept=RunTemplate(clock))
-    sets = evaluated_sets(config, prepared)
+    sets = evaluated_sets(config, prepared.heldout)
     if not sets or prepared.judge is None:
         raise UserError(
             "opd eval needs evaluation.problems > 0, data.heldout and a task with a verifier"
@@ -92,10 +93,7 @@ def ask(questions: Questions, model: Path, found: Found) -> None:
         spec = make_spec(config, STUDENT, free_port(config.student.host), 0, model, gpus)
         key = role_key(config.student.model_copy(update={"urls": ()}), STUDENT)
         server = ServerProcess(spec, Path(scratch) / "server.log", key)
-        try:
-            asyncio.run(_ask(questions, server, key, ending, found))
-        finally:
-            server.stop()
+        asyncio.run(_ask(questions, server, key, ending, found))
 
 
 async def _ask(
@@ -107,27 +105,22 @@ async def _ask(
 ) -> None:
     config, processes = questions.config, Processes([server], None)
     ends = FirstCause(processes.watched)
-    fleet = make_fleet(config.student, [server.spec.url], api_key)
 
-    async def perform() -> None:
-        processes.start()
-        await all_of(processes.parts(config.student.startup_timeout_s), say=lambda _: None)
+    async def stages(closers: AsyncExitStack) -> None:
+        fleet = make_fleet(config.student, [server.spec.url], api_key)
+        closers.push_async_callback(ends.closing(fleet.close))
+        await start_all(config, processes, {STUDENT: fleet}, None, lambda _: None)
         for info in await fleet.start():
             check_ends("opd eval", info, ending)
         port = FleetPort(fleet, config.rollout.attempts, ending.ids)
         # workers of their own for each checkpoint: they belong to one event loop
         judge = replace(questions.judge, verifiers=make_verifiers(config))
-        async with judging(judge):
-            for name, each in questions.sets.items():
-                found(name, await ends.of(evaluate(port, each.prompts, judge, each.plan)))
+        await closers.enter_async_context(judging(judge))
+        for name, each in questions.sets.items():
+            found(name, await evaluate(port, each.prompts, judge, each.plan))
 
-    try:
-        try:
-            await ends.of(perform())
-        finally:
-            await ends.closing(fleet.close)()
-    except BaseException as last:
-        raise ends.end(last, "", _shown) from last
+    async with closing_all(ends, processes, "", _shown) as closers:
+        await ends.of(stages(closers))
 
 
 def _shown(error: BaseException) -> str:

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron_opd.config.evaluation import ACCURACY, EvaluationConfig
 from megatron_opd.config.sections import DEFAULT_TEACHER
@@ -24,9 +25,26 @@ from megatron_opd.evaluation.measure import (
     EvaluationReport,
     evaluate,
 )
-from megatron_opd.evaluation.ports import EvaluatedSet, Surroundings
 from megatron_opd.evaluation.progress import Evaluated, EvaluationProgress, best_of, without_gain
+from megatron_opd.evaluation.sets import EvaluatedSet
 from sglang_bridge.errors import one_line
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """Names what evaluations need of their run.
+
+    port: returns what samples from the student. updates: returns those that the learner has made.
+    elapsed_s: returns the seconds since training began. record: takes each row. end_early: ends
+    training after the update that is being made. say: tells the user.
+    """
+
+    port: Callable[[], CompletionPort]
+    updates: Callable[[], int]
+    elapsed_s: Callable[[], float]
+    record: Callable[[Mapping[str, Any]], None]
+    end_early: Callable[[], None]
+    say: Callable[[str], None]
 
 
 class Evaluations:

@@ -24,7 +24,7 @@ from megatron_opd.records.seeds import EVALUATION, derived_seed
 from megatron_opd.records.types import Prompt
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import FinishReason, RolloutRequest
-from sglang_bridge.retry import Backoff, is_unanswered, retried
+from sglang_bridge.retry import Backoff, is_unserved, retried
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class FleetPort:
             span = (min(versions), max(versions)) if versions else None
             return Completion(reply.output_ids_T.tolist(), reply.finish_reason, span)
 
-        return await retried(once, self._backoff, is_unanswered)
+        return await retried(once, self._backoff, is_unserved)
 
 
 @dataclass(frozen=True, slots=True)

@@ -90,7 +90,10 @@ def _number(value: Any) -> float:
         return math.nan
     if type(value) not in (int, float):
         raise ValueError(f"a figure must be a number or null, got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError("a figure must be below 1.8e308") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from megatron_opd.config.evaluation import SetSettings
 from megatron_opd.config.schema import Config
 from megatron_opd.evaluation.measure import EvaluationPlan
-from megatron_opd.evaluation.ports import EvaluatedSet
-from megatron_opd.inputs.prepare import Prepared
+from megatron_opd.records.types import Prompt
 
 
-def evaluated_sets(config: Config, prepared: Prepared) -> dict[str, EvaluatedSet]:
-    """Return the sets of a run by name; none without a verifier."""
-    if prepared.judge is None:
-        return {}
+@dataclass(frozen=True, slots=True)
+class EvaluatedSet:
+    """Holds the problems of one held-out set and how they are sampled."""
+
+    prompts: tuple[Prompt, ...]
+    plan: EvaluationPlan
+
+
+def evaluated_sets(
+    config: Config, heldout: Mapping[str, tuple[Prompt, ...]]
+) -> dict[str, EvaluatedSet]:
+    """Return the sets of a run by name. heldout: the problems of each."""
     settings = config.heldout
     return {
         name: EvaluatedSet(prompts, evaluation_plan(config, settings[name]))
-        for name, prompts in prepared.heldout.items()
+        for name, prompts in heldout.items()
     }
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Mapping, Sequence
 
+from megatron_opd.config.roles import Role
 from megatron_opd.config.servers import ServerConfig
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
@@ -19,3 +21,8 @@ def make_fleet(
 ) -> Fleet:
     """Make clients for a role's servers. evaluators: of them are kept for evaluations."""
     return Fleet([make_client(section, url, api_key) for url in urls], evaluators)
+
+
+async def close_fleets(fleets: Mapping[Role, Fleet]) -> None:
+    """Close the clients of all roles."""
+    await asyncio.gather(*(fleet.close() for fleet in fleets.values()))

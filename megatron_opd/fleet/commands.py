@@ -8,14 +8,14 @@ from pathlib import Path
 
 from megatron_opd.errors import UserError
 from megatron_opd.fleet.elastic import Elastic
-from megatron_opd.fleet.mailbox import Answer, BadMail, Command, Mailbox
+from megatron_opd.fleet.mailbox import Answer, BadMailboxFile, Command, Mailbox
 from megatron_opd.fleet.url_file import FleetFile
 from sglang_bridge.errors import one_line
 
 LOOK_EVERY_S = 0.5
 
 
-class FleetDesk:
+class FleetCommands:
     """Executes the commands that arrive in a run's mailbox, several at a time.
 
     Args:
@@ -62,18 +62,18 @@ class FleetDesk:
                 said = now
             await asyncio.sleep(LOOK_EVERY_S)
 
-    async def _answer(self, name: str, command: Command | BadMail) -> None:
+    async def _answer(self, name: str, command: Command | BadMailboxFile) -> None:
         try:
             answer = await self._execute(command)
-        except (UserError, BadMail) as error:
+        except (UserError, BadMailboxFile) as error:
             answer = Answer(line=one_line(str(error), 1000), failed=True)
         try:
             self._mailbox.answer(name, answer)
         except OSError as error:
             self._say(f"warning: opd fleet: an answer cannot be written: {error}")
 
-    async def _execute(self, command: Command | BadMail) -> Answer:
-        if isinstance(command, BadMail):
+    async def _execute(self, command: Command | BadMailboxFile) -> Answer:
+        if isinstance(command, BadMailboxFile):
             raise command
         if command.action == "list":
             return Answer(servers=tuple(self._elastic.rows()))

@@ -34,7 +34,7 @@ Drop = Callable[[], None]
 
 
 class Removable(Protocol):
-    """Names the method of cli.processes that a removal needs."""
+    """Names the method of launch.processes.Processes that a removal needs."""
 
     async def remove(self, url: str) -> bool:
         """End the server at `url` for good; return whether it was started here."""
@@ -50,8 +50,8 @@ class Elastic:
         supervisor: watches what is added.
         processes: ends what was started here.
         take_in: puts a server that suits the run into a role's fleet; returns its client.
-        part_with: drops a student server between two weight syncs; returns why it may hold a part
-            of a weight sync's group still.
+        remove_server: drops a student server between two weight syncs; returns why it may hold a
+            part of a weight sync's group still.
         say: tells the user.
 
     added, removed: urls, in order.
@@ -64,11 +64,11 @@ class Elastic:
         supervisor: Supervisor,
         processes: Removable,
         take_in: Callable[[Role, str], Awaitable[ServerClient]],
-        part_with: Callable[[str, Drop], Awaitable[str | None]],
+        remove_server: Callable[[str, Drop], Awaitable[str | None]],
         say: Callable[[str], None],
     ) -> None:
         self._config, self._fleets, self._supervisor = config, fleets, supervisor
-        self._processes, self._take_in, self._part_with = processes, take_in, part_with
+        self._processes, self._take_in, self._remove_server = processes, take_in, remove_server
         self._say = say
         self._moving: dict[str, str] = {}
         self._counted: dict[tuple[Role, str], tuple[float, int]] = {}
@@ -113,7 +113,7 @@ class Elastic:
         self.added.append(url)
         waits = role == STUDENT and fleet.syncs
         when = "samples once the next weight sync gave it weights" if waits else "serves"
-        return self._told(f"{role} server {url} is added: it {when}")
+        return self._announced(f"{role} server {url} is added: it {when}")
 
     # ------------------------------------------------------------ remove
 
@@ -132,7 +132,7 @@ class Elastic:
             clients = [self._fleets[r].client(url) for r in roles if self._is_in(r, url)]
             held = None
             if STUDENT in roles:
-                held = await self._part_with(url, lambda: self._drop(roles, url))
+                held = await self._remove_server(url, lambda: self._drop(roles, url))
             else:
                 self._drop(roles, url)
             now = await self._supervisor.forget(url)
@@ -141,7 +141,7 @@ class Elastic:
             after = "it is ended" if ended else await self._left(roles, clients, held)
             await asyncio.gather(*(client.release() for client in clients))
         again = f"; {cut_off} requests were sent again" if cut_off else ""
-        return self._told(f"{roles[0]} server {url} is removed: {after}{again}")
+        return self._announced(f"{roles[0]} server {url} is removed: {after}{again}")
 
     async def _drained(self, url: str, roles: tuple[Role, ...]) -> int:
         """Give it no more work; return how many requests it had not finished in time."""
@@ -230,7 +230,7 @@ class Elastic:
         finally:
             del self._moving[url]
 
-    def _told(self, line: str) -> str:
+    def _announced(self, line: str) -> str:
         self._say(line)
         return line
 

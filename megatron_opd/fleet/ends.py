@@ -1,6 +1,6 @@
 """Knows why a command ended: the first cause, whatever else ended because of it or after it.
 
-Invariant: the cause is settled while everything that was started still runs, before anything is
+Invariant: the cause is noted while everything that was started still runs, before anything is
 closed or stopped. So no end that the command makes itself, no error of its closing, and no signal
 that comes meanwhile can be taken for it.
 
@@ -12,16 +12,18 @@ by the end of a process.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeVar
 
 import zmq
 
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.data.faults import BadRows
-from megatron_opd.errors import CheckpointFailed, PartGone, RunFailed, UserError
+from megatron_opd.errors import CheckpointFailed, LearnerError, PartGone, RunFailed, UserError
 from megatron_opd.launch.health import EngineLost, HealthGuard, ProcessDied, WatchedProcess
-from megatron_opd.transport.remote_learner import LearnerError
+from megatron_opd.launch.processes import Processes
+from megatron_opd.launch.stopping import stopped_by_signals
 from sglang_bridge.errors import (
     BridgeError,
     RankFailed,
@@ -33,6 +35,8 @@ from sglang_bridge.errors import (
 
 ResultT = TypeVar("ResultT")
 Suspect = Callable[[WatchedProcess], bool]
+Close = Callable[[], Awaitable[object] | None]
+"""Closes a part, at once or in time."""
 
 SERVER_ERROR = 500
 FORESEEN = (
@@ -46,14 +50,17 @@ class FirstCause:
     """Keeps the first cause of a command's end.
 
     watched: returns every process whose end nobody has asked for, as it is now.
-
-    first: the error, or the cancellation, that was first; None: there was none yet.
     """
 
     def __init__(self, watched: Callable[[], Sequence[WatchedProcess]]) -> None:
         self._watched = watched
-        self.first: BaseException | None = None
-        self._explained: Exception | None = None
+        self._noted: list[BaseException] = []
+        self._explained: list[ProcessDied] = []
+
+    @property
+    def first(self) -> BaseException | None:
+        """Returns the error, or the cancellation, that was first; None: there was none."""
+        return self._noted[0] if self._noted else None
 
     async def of(self, work: Awaitable[ResultT]) -> ResultT:
         """Return what `work` does; an error that leaves it is the cause, unless there was one."""
@@ -63,7 +70,7 @@ class FirstCause:
             await self._note(error, self._watched())
             raise
 
-    def closing(self, close: Callable[[], Awaitable[object]]) -> Callable[[], Awaitable[None]]:
+    def closing(self, close: Close) -> Callable[[], Awaitable[None]]:
         """Return `close` as it is called while the command ends: its error hides no earlier one.
 
         The learner ends then because it is to, and explains nothing.
@@ -71,7 +78,7 @@ class FirstCause:
 
         async def closed() -> None:
             try:
-                await close()
+                await _called(close)
             except BaseException as error:
                 await self._note(error, [each for each in self._watched() if each.url is not None])
                 raise
@@ -79,11 +86,12 @@ class FirstCause:
         return closed
 
     async def _note(self, error: BaseException, watched: Sequence[WatchedProcess]) -> None:
-        if self.first is not None:
+        if self._noted:
             return
-        self.first = error
+        self._noted.append(error)
         if isinstance(error, Exception):
-            self._explained = await explained(error, watched)
+            died = await explained(error, watched)
+            self._explained += [] if died is None else [died]
 
     def end(
         self, last: BaseException, logs: str, keep_traceback: Callable[[BaseException], str]
@@ -114,15 +122,45 @@ class FirstCause:
         error = root_of(error)
         if isinstance(error, LoopFailed) and isinstance(error.cause, UserError | BadRows):
             error = UserError(str(error.cause))
-        foreseen = isinstance(error, FORESEEN) or self._explained is not None
-        told = str(self._explained or error)
+        foreseen = isinstance(error, FORESEEN) or bool(self._explained)
+        text = str(self._explained[0] if self._explained else error)
         if isinstance(error, UserError):
-            return told, UserError(told)  # it may end with lines of a log
+            return text, UserError(text)  # it may end with lines of a log
         if foreseen:
-            told = one_line(told)
-            return told, RunFailed(f"{told}{logs}")
-        told = one_line(f"{type(error).__name__}: {told}{where}")
-        return told, RunFailed(f"{told}; {keep_traceback(error)}")
+            text = one_line(text)
+            return text, RunFailed(f"{text}{logs}")
+        text = one_line(f"{type(error).__name__}: {text}{where}")
+        return text, RunFailed(f"{text}; {keep_traceback(error)}")
+
+
+@asynccontextmanager
+async def closing_all(
+    ends: FirstCause,
+    processes: Processes,
+    logs: str,
+    keep_traceback: Callable[[BaseException], str],
+) -> AsyncIterator[AsyncExitStack]:
+    """Run `opd eval`, `opd mismatch` or a site inside the block, and end all parts after it.
+
+    A run closes in an order of its own (run/run.py). SIGINT and SIGTERM stop the block. Yields what
+    takes the closing of each part; processes end last. Whatever leaves the block comes out as a
+    user reads it: UserError, RunFailed, KeyboardInterrupt. logs, keep_traceback: see
+    FirstCause.failure.
+    """
+    try:
+        try:
+            with stopped_by_signals():
+                async with AsyncExitStack() as closers:
+                    yield closers
+        finally:
+            await ends.closing(processes.stop)()
+    except BaseException as last:
+        raise ends.end(last, logs, keep_traceback) from last
+
+
+async def _called(close: Close) -> None:
+    if (ending := close()) is not None:
+        await ending
 
 
 async def explained(error: Exception, watched: Sequence[WatchedProcess]) -> ProcessDied | None:

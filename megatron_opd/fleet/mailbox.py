@@ -62,7 +62,7 @@ class Answer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     servers: tuple[ServerRow, ...] = ()
 
 
-class BadMail(ValueError):
+class BadMailboxFile(ValueError):
     """Reports a file that is no command, or no answer."""
 
 
@@ -77,7 +77,7 @@ class Mailbox:
         shutil.rmtree(self._path, ignore_errors=True)
         self._path.mkdir(mode=0o700)
 
-    def commands(self) -> Iterator[tuple[str, Command | BadMail]]:
+    def commands(self) -> Iterator[tuple[str, Command | BadMailboxFile]]:
         """Yield the commands that arrived, each once, with its name."""
         for name in sorted(os.listdir(self._path)):
             stem = name.removesuffix(REQUEST)
@@ -86,7 +86,7 @@ class Mailbox:
                     raw = _taken(self._path / name)
                     yield stem, msgspec.json.decode(raw, type=Command)
                 except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-                    yield stem, BadMail(f"not a command: {one_line(str(error))}")
+                    yield stem, BadMailboxFile(f"not a command: {one_line(str(error))}")
                 except FileNotFoundError:
                     continue  # its sender has taken it back
 
@@ -107,7 +107,7 @@ class Sender:
         _put(self._path, self._name, REQUEST, msgspec.json.encode(command))
 
     def answer(self) -> Answer | None:
-        """Return the answer; None: there is none yet. BadMail: it is none of ours."""
+        """Return the answer; None: there is none yet. BadMailboxFile: it is none of ours."""
         try:
             raw = _taken(self._path / f"{self._name}{ANSWER}")
         except FileNotFoundError:
@@ -115,7 +115,7 @@ class Sender:
         try:
             return msgspec.json.decode(raw, type=Answer)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise BadMail(f"not an answer: {one_line(str(error))}") from None
+            raise BadMailboxFile(f"not an answer: {one_line(str(error))}") from None
 
     def take_back(self) -> None:
         """Remove a command that was not taken yet."""
@@ -135,7 +135,7 @@ def _put(directory: Path, name: str, ending: str, raw: bytes) -> None:
 
 
 def _taken(path: Path) -> bytes:
-    """Read a file and remove it. BadMail: it is not a small file of this user."""
+    """Read a file and remove it. BadMailboxFile: it is not a small file of this user."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         handle = os.open(path, flags)
@@ -143,15 +143,15 @@ def _taken(path: Path) -> bytes:
         raise
     except OSError as error:
         _remove(path)
-        raise BadMail(error.strerror) from None
+        raise BadMailboxFile(error.strerror) from None
     with os.fdopen(handle, "rb") as file:
         _remove(path)
         found = os.fstat(handle)
         if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-            raise BadMail("not a file of the run's user")
+            raise BadMailboxFile("not a file of the run's user")
         raw = file.read(MAX_BYTES + 1)
     if len(raw) > MAX_BYTES:
-        raise BadMail(f"more than {MAX_BYTES} bytes")
+        raise BadMailboxFile(f"more than {MAX_BYTES} bytes")
     return raw
 
 

@@ -11,17 +11,17 @@ from megatron_opd.config.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.data.end_tokens import EndTokens
-from megatron_opd.errors import UserError
+from megatron_opd.errors import LearnerError, UserError
 from megatron_opd.fleet.clients import make_client
 from megatron_opd.fleet.guards import RunGuard, watched_engines
 from megatron_opd.inputs.models import check_ends
 from megatron_opd.inputs.notes import served_gaps
-from megatron_opd.inputs.prepare import Prepared
+from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.launch.health import HealthGuard
-from megatron_opd.launch.joining import StartingPart, all_of, answers, there
 from megatron_opd.launch.processes import Processes
+from megatron_opd.launch.readiness import StartingPart, all_ready, ready_now, servers_ready
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.transport.remote_learner import LearnerError, RemoteLearner
+from megatron_opd.transport.remote_learner import RemoteLearner
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError, one_line
 from sglang_bridge.fleet import Fleet
@@ -29,16 +29,18 @@ from sglang_bridge.protocol import ServerInfo
 
 
 async def all_up(
-    remote: RemoteLearner,
+    remote: RemoteLearner | None,
     startup_s: float,
     parts: Mapping[str, StartingPart],
     say: Callable[[str], None],
 ) -> None:
-    """Wait for the learner and `parts`, each of which is watched once it is there."""
-    watch = RunGuard(HealthGuard, remote).watch
-    learner = StartingPart(remote.wait_ready(startup_s), watch)
+    """Wait for the learner, if there is to be one, and `parts`; each that is there is watched."""
+    learner: dict[str, StartingPart] = {}
+    if remote is not None:
+        watch = RunGuard(HealthGuard, remote).watch
+        learner["the learner"] = StartingPart(remote.wait_ready(startup_s), watch)
     try:
-        await all_of({**parts, "the learner": learner}, say)
+        await all_ready({**parts, **learner}, say)
     except LearnerError as error:
         raise UserError(f"the learner did not start: {error}") from error
 
@@ -47,15 +49,18 @@ async def start_all(
     config: Config,
     processes: Processes,
     fleets: Mapping[Role, Fleet],
-    remote: RemoteLearner,
+    remote: RemoteLearner | None,
     say: Callable[[str], None],
 ) -> None:
-    """Start processes, and wait until they are up; servers elsewhere are watched meanwhile."""
+    """Start processes, and wait until they are up; servers elsewhere are watched meanwhile.
+
+    remote: the learner; None: a command without one.
+    """
     processes.start()
     limits = [section_of(config, role).startup_timeout_s for role in fleets]
     startup_s = max(limits, default=config.student.startup_timeout_s)
     parts = processes.parts(startup_s)
-    parts["servers elsewhere"] = StartingPart(there(), watch_elsewhere(processes, fleets))
+    parts["servers elsewhere"] = StartingPart(ready_now(), watch_elsewhere(processes, fleets))
     await all_up(remote, startup_s, parts, say)
 
 
@@ -85,7 +90,7 @@ async def join_role(
     """
     section = section_of(config, role)
     try:
-        infos = await answers(fleet, wait_s, used=used, claim=claimant.claim(role))
+        infos = await servers_ready(fleet, wait_s, used=used, claim=claimant.claim(role))
     except BridgeError as error:
         if not section.urls:
             raise

@@ -29,7 +29,6 @@ from megatron_opd.launch.health import (
     WatchedEngine,
     WatchedProcess,
 )
-from megatron_opd.launch.processes import Processes
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError, ServerDied, one_line
 from sglang_bridge.fleet import Fleet
@@ -50,6 +49,26 @@ class Watch(Protocol):
 
 
 MakeWatch = Callable[[Sequence[WatchedProcess], Sequence[WatchedEngine]], Watch]
+
+
+class ServerProcesses(Protocol):
+    """Names the methods of launch.processes.Processes that are about a run's servers."""
+
+    def watched_server(self, url: str) -> list[WatchedProcess]:
+        """Return the server at `url` as the health guard polls it; none if it runs elsewhere."""
+        ...
+
+    def discard(self, url: str) -> None:
+        """Kill the server at `url`, if it was started here; from now on its end means nothing."""
+        ...
+
+    async def put_another(self, url: str) -> str:
+        """Put another server in place of the one at `url`, not started; return its url."""
+        ...
+
+    async def start_one(self, url: str, timeout_s: float) -> None:
+        """Start the server at `url`; wait until it answers, for at most `timeout_s`. ServerDied."""
+        ...
 
 
 @dataclass(eq=False)
@@ -87,7 +106,7 @@ class Supervisor:
         self,
         config: Config,
         fleets: Mapping[Role, Fleet],
-        processes: Processes,
+        processes: ServerProcesses,
         take_in: TakeIn,
         say: Callable[[str], None],
         make_watch: MakeWatch = HealthGuard,

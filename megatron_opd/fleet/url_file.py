@@ -27,26 +27,24 @@ class FleetFile:
 
     def __init__(self, path: Path, elastic: Elastic, say: Callable[[str], None]) -> None:
         self._path, self._elastic, self._say = path, elastic, say
-        self._listed: tuple[str, ...] | None = None
+        self.listed: tuple[str, ...] = ()
+        """What the file says."""
         self._named: set[str] = set()
         self._problems: dict[str, str] = {}
         self._busy: set[str] = set()
 
-    @property
-    def listed(self) -> tuple[str, ...]:
-        """Returns what the file says."""
-        return self._listed or ()
-
     async def follow(self) -> None:
         """Watch the file until this is cancelled."""
+        before: tuple[str, ...] | None = None
         async with asyncio.TaskGroup() as changes:
             while True:
-                before, now = self._listed, self._read()
+                now = self._read()
                 if now is not None and now == before:
                     for url, change in self._wanted(now):
                         self._busy.add(url)
                         changes.create_task(self._change(url, change))
-                self._listed = before if now is None else now
+                if now is not None:
+                    before = self.listed = now
                 await asyncio.sleep(READ_EVERY_S)
 
     def _read(self) -> tuple[str, ...] | None:

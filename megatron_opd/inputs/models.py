@@ -1,4 +1,4 @@
-"""Checks a run's input before anything is started.
+"""Checks the models of a run before anything is started.
 
 A run that passes them fails later only for causes outside its input.
 """
@@ -7,24 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
-from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
+from megatron_opd.config.tree import key_of_teacher
 from megatron_opd.config.wording import shown
-from megatron_opd.data.end_tokens import EndTokens, read_end_tokens
+from megatron_opd.data.end_tokens import Ending, EndTokens, read_end_tokens
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.megatron_settings import check_megatron
+from megatron_opd.inputs.model_facts import ModelFacts, read_model
 from megatron_opd.inputs.same_tokenizer import check_tokenizer, further_tokens
 from megatron_opd.inputs.tokenizers import has_tokenizer, load_tokenizer
 from megatron_opd.inputs.weights import check_weights, has_weights
-from megatron_opd.models.families import FAMILIES, MIXTRAL
-from megatron_opd.models.file_kinds import ADAPTER, adapter_line, pointer_in, pointer_line
 from megatron_opd.models.shared_ids import num_shared_ids
-from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
 from megatron_opd.sizing import learner as planning_learner
 from megatron_opd.sizing import servers as planning_servers
 from sglang_bridge.protocol import MAX_ATOMS, ServerInfo
@@ -35,54 +32,6 @@ if TYPE_CHECKING:
 # SGLang takes inputs of fewer than context - 6 tokens (Scheduler: max_req_input_len), and the
 # teacher is sent prompt and response as one input.
 RESERVED_TOKENS = 7
-SUPPORTED_ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values())
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """Holds what a Hugging Face checkpoint's config.json says, as far as the checks need it."""
-
-    path: Path
-    architecture: str
-    vocab_size: int
-    context_length: int
-    raw: dict[str, Any]
-    spec: ModelSpec
-
-
-def read_model(path: Path, key: str) -> ModelFacts:
-    """Read config.json of a checkpoint; `key` is the config key that named it. Raises UserError."""
-    if not path.is_dir():
-        found = "got the file" if path.exists() else "not found:"
-        raise UserError(f"{key} must be a Hugging Face checkpoint directory, {found} {path}")
-    if (path / ADAPTER).is_file():  # transformers would load it on top of what lies beside it
-        raise UserError(f"{key}: {adapter_line(path)}")
-    pointer = pointer_in(path)
-    if pointer is not None:
-        raise UserError(f"{key}: {pointer_line(pointer)}")
-    try:
-        raw = read_config(path / "config.json")
-    except ValueError as error:
-        raise UserError(f"{key}: {error}") from None
-    named = raw.get("architectures")
-    architecture = named[0] if isinstance(named, list) and named else "none"
-    if architecture not in SUPPORTED_ARCHITECTURES:
-        raise UserError(
-            f"{key}: architecture {shown(architecture, 80)} is not supported; "
-            f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
-        )
-    try:
-        spec = read_model_spec(path)
-    except ValueError as error:
-        raise UserError(f"{key}: {error}") from None
-    if architecture != spec.family.architecture:
-        raise UserError(
-            f"{key}: {path / 'config.json'}: architectures must be "
-            f"[{spec.family.architecture!r}] with model_type {spec.family.name!r}, which "
-            f"transformers goes by, got {architecture!r}, which SGLang would serve"
-        )
-    check_servable(key, spec)
-    return ModelFacts(path, architecture, spec.vocab_size, spec.max_position, raw, spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +95,11 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
     return CheckedModels(models, tokenizer, tuple(lines), ends, notes=tuple(notes))
 
 
+def ending_of(config: Config, models: CheckedModels) -> Ending:
+    """Return what ends a response of the run, besides its row's own strings."""
+    return Ending(models.ends[STUDENT].ids, config.rollout.stop)
+
+
 def ends_of(
     config: Config, key: str, facts: ModelFacts, tokenizer: PreTrainedTokenizerBase
 ) -> EndTokens:
@@ -157,14 +111,12 @@ def ends_of(
             f"rollout.stop_token_ids must be ids below {key}'s vocab_size {facts.vocab_size}, "
             f"got {beyond}"
         )
-    loaded: Any = tokenizer
     try:
         return read_end_tokens(
             facts.path,
             facts.raw,
             facts.vocab_size,
-            loaded.eos_token_id,
-            loaded.get_added_vocab(),
+            tokenizer,
             facts.spec.family.end_token,
             asked,
         )
@@ -194,35 +146,6 @@ def further_notes(
         f"{key} has {named}; every id of the student's means the same to it, and its log-probs "
         "are those of all its tokens; text that it writes in an evaluation is read without them"
     ]
-
-
-def check_servable(key: str, spec: ModelSpec) -> None:
-    """Check that SGLang serves the model that config.json describes. Raises UserError.
-
-    Where its version here ignores a key, it would serve another model, or parameters that were
-    never loaded.
-    """
-    dense = [layer for layer, moe in enumerate(spec.moe_layers) if not moe]
-    if spec.is_moe and dense:
-        raise UserError(
-            f"{key} must have experts in every layer, because SGLang 0.5.23 ignores "
-            f"mlp_only_layers and decoder_sparse_step; layer {dense[0]} of config.json is dense"
-        )
-    wrong = None
-    if spec.is_moe and spec.tied:
-        wrong = "tie_word_embeddings must be false", "true"
-    elif spec.family == MIXTRAL and spec.rope.type != "default":
-        wrong = "the rope type must be default", spec.rope.type
-    elif spec.family == MIXTRAL and not spec.rope.theta.is_integer():
-        wrong = "rope_theta must be a whole number", spec.rope.theta
-    elif spec.family == MIXTRAL and spec.head_dim * spec.num_heads != spec.hidden_size:
-        wrong = "head_dim must be hidden_size / num_attention_heads", spec.head_dim
-    if wrong is not None:
-        rule, got = wrong
-        raise UserError(
-            f"{key}: {rule} in a {spec.family.name} model, because SGLang 0.5.23 serves it as if "
-            f"it were, got {got}"
-        )
 
 
 def read_models(config: Config, *, teachers: bool = True) -> dict[Role, ModelFacts]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megatron_opd.config.defaults import bounds, quantised_by
 from megatron_opd.config.objectives import Grpo, Ppo
-from megatron_opd.config.rules import key_of_teacher
 from megatron_opd.config.schema import Config
+from megatron_opd.config.tree import key_of_teacher
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.extra_args import settings_of
 from megatron_opd.metrics.mismatch_limits import why_not

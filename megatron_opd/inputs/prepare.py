@@ -5,20 +5,16 @@ One function reads it for `opd run` and for `opd check`, so that they cannot dis
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from megatron_opd.config.evaluation import ONLY_SET
-from megatron_opd.config.roles import STUDENT, Role, teacher_roles
+from megatron_opd.config.roles import teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
-from megatron_opd.data.curriculum import CurriculumSource
-from megatron_opd.data.end_tokens import Ending, EndTokens
 from megatron_opd.data.files import is_source
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.prompt_rules import PromptRules
@@ -26,21 +22,22 @@ from megatron_opd.data.prompts import WHOLE_BYTES, PromptFile, PromptSet
 from megatron_opd.data.records import Columns
 from megatron_opd.data.response_text import ResponseText
 from megatron_opd.data.shards import is_there
-from megatron_opd.data.stream import PromptSource
 from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.errors import UserError, checked
-from megatron_opd.inputs.disk_room import disk_notes
-from megatron_opd.inputs.models import CheckedModels, ModelFacts, check_models, prompt_limit
+from megatron_opd.inputs.disk_space import disk_notes
+from megatron_opd.inputs.kept_data import Begun, Shape
+from megatron_opd.inputs.models import CheckedModels, check_models, ending_of, prompt_limit
 from megatron_opd.inputs.notes import notes, sampler_gaps
-from megatron_opd.inputs.prompt_order import Begun, Shape
+from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.inputs.prompts import (
     by_row,
     check_enough,
     chosen_source,
     drawn_notes,
     going_on,
+    key_of_set,
     lasting,
     seen_problems,
     skipped_lines,
@@ -81,49 +78,6 @@ class Inputs:
     notes: tuple[str, ...]
     shape: Shape | None = None
     state: ControllerState = NOTHING_YET
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """Holds the checked input of a run.
-
-    vocab_sizes: ids of every role's model; a teacher may have more than the student. heldout:
-    evaluation problems by set, empty when there is no evaluation. judge: None when the task has no
-    verifier. decode: turns token ids into text. probes: training prompts by teacher, to look at its
-    scores before the run. ends: the ids that end a response of every role's model. ending: what
-    ends a response of the run, besides its row's own strings. template: what chats are rendered
-    with. train: the files that prompts are drawn from. notes: for the terminal. shape: of the
-    training files. state: what the controller continues from.
-    """
-
-    student: ModelFacts
-    vocab_sizes: Mapping[Role, int]
-    prompts: PromptSource | CurriculumSource
-    train: tuple[PromptSet, ...]
-    heldout: Mapping[str, tuple[Prompt, ...]]
-    judge: Judge | None
-    decode: Decode
-    probes: Mapping[str, tuple[Prompt, ...]]
-    ends: Mapping[Role, EndTokens]
-    ending: Ending
-    shape: Shape
-    template: RunTemplate = field(default_factory=RunTemplate)
-    notes: tuple[str, ...] = ()
-    state: ControllerState = NOTHING_YET
-
-    @property
-    def prompts_skipped(self) -> dict[str, int]:
-        """Returns how many rows of the training files cannot be used, by cause, of those judged."""
-        return dict(sum((Counter(each.tally.skipped) for each in self.train), Counter[str]()))
-
-    def drawn_lines(self, config: Config) -> list[str]:
-        """Return what the rows that were read when they were drawn have shown."""
-        drawn = [each for each in self.train if each.drawn is not None]
-        lines = skipped_lines(drawn)
-        for name, problems in self.heldout.items():
-            path = config.data.heldout[name].file
-            lines += seen_problems(drawn, key_of_set(config, name), path, problems)
-        return lines
 
 
 def read_inputs(
@@ -213,11 +167,6 @@ def model_notes(models: CheckedModels) -> list[str]:
         )
     ]
     return [line for line in found if line is not None]
-
-
-def key_of_set(config: Config, name: str) -> str:
-    """Return the key of a held-out set below `data`: heldout, or heldout.NAME."""
-    return "heldout" if list(config.data.heldout) == [ONLY_SET] else f"heldout.{name}"
 
 
 def _is_here(path: Path) -> bool:
@@ -326,11 +275,6 @@ def make_judge(config: Config, tokenizer: PreTrainedTokenizerBase) -> Judge | No
     added = tokenizer.added_tokens_decoder.items()
     special = {i: str(token) for i, token in added if token.special}
     return Judge(make_verifiers(config), task, ResponseText(make_decode(tokenizer), special))
-
-
-def ending_of(config: Config, models: CheckedModels) -> Ending:
-    """Return what ends a response of the run, besides its row's own strings."""
-    return Ending(models.ends[STUDENT].ids, config.rollout.stop)
 
 
 def make_verifiers(config: Config) -> TaskVerifiers:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+from megatron_opd.config.evaluation import ONLY_SET
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.data.curriculum import CurriculumSource
@@ -14,9 +15,8 @@ from megatron_opd.data.file_sums import FileDifference
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.stream import MixedSource, PromptSource
 from megatron_opd.errors import UserError
+from megatron_opd.inputs.kept_data import Begun, Shape
 from megatron_opd.inputs.prompt_order import (
-    Begun,
-    Shape,
     drawn_of,
     first_shape,
     joined,
@@ -253,3 +253,20 @@ def drawn_notes(train: Sequence[PromptSet]) -> list[str]:
 def skipped_lines(sets: Iterable[PromptSet]) -> list[str]:
     """Return what rows are not used, a line for each file."""
     return [line for each in sets if (line := each.tally.skipped_line) is not None]
+
+
+def drawn_lines(
+    config: Config, train: Sequence[PromptSet], heldout: Mapping[str, Sequence[Prompt]]
+) -> list[str]:
+    """Return what the rows that were read when they were drawn have shown."""
+    drawn = [each for each in train if each.drawn is not None]
+    lines = skipped_lines(drawn)
+    for name, problems in heldout.items():
+        path = config.data.heldout[name].file
+        lines += seen_problems(drawn, key_of_set(config, name), path, problems)
+    return lines
+
+
+def key_of_set(config: Config, name: str) -> str:
+    """Return the key of a held-out set below `data`: heldout, or heldout.NAME."""
+    return "heldout" if list(config.data.heldout) == [ONLY_SET] else f"heldout.{name}"

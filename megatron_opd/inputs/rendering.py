@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import DataConfig
+from megatron_opd.data.chats import USER, ChatMessage
 from megatron_opd.data.marks import Marker
-from megatron_opd.data.messages import USER, ChatMessage
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.render import PROBES, Rendering, unread_kwargs
 from megatron_opd.data.spoken import apply_template

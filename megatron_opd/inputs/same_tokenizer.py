@@ -1,6 +1,6 @@
 """Checks whether two checkpoints cut text into the same ids, judged by content, not by file.
 
-How a tokenizer is found and loaded is tokenizer_files.py's.
+How a tokenizer is found and loaded is tokenizers.py's.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def check_tokenizer(
     other = difference(tokenizer_parts(ours), without(tokenizer_parts(theirs), further))
     if guard == "off" or other is None:
         return theirs
-    told = f"student.model and {key} must cut text into the same ids; {other}"
+    message = f"student.model and {key} must cut text into the same ids; {other}"
     if guard == "refuse":
-        raise UserError(f"{told}; if that is intended, set scoring.guard to warn or off")
-    logger.warning("%s", told)
+        raise UserError(f"{message}; if that is intended, set scoring.guard to warn or off")
+    logger.warning("%s", message)
     return theirs
 
 

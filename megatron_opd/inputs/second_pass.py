@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
@@ -56,17 +57,21 @@ async def second_pass(section: ServerConfig, passages: Sequence[ScoreRequest]) -
     except ValueError as error:
         return SecondPass(None, str(error))
     env = {key: value for key, value in os.environ.items() if key not in OURS}
-    process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "megatron_opd.learner.reference"),
-        *(str(section.model), dtype, str(passages[0].temperature)),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-        env=env | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
-    )
-    asked = json.dumps([_as_json(passage) for passage in passages]).encode()
+    command = [sys.executable, "-m", "megatron_opd.learner.reference", str(section.model), dtype]
+    # not a pipe: event loops differ in what a write says once its reader has ended
+    with tempfile.TemporaryFile("w+") as asked:
+        json.dump([_as_json(passage) for passage in passages], asked)
+        asked.seek(0)
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            str(passages[0].temperature),
+            stdin=asked,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.DEVNULL,
+            env=env | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
+        )
     try:
-        said, _ = await asyncio.wait_for(process.communicate(asked), LIMIT_S)
+        said, _ = await asyncio.wait_for(process.communicate(), LIMIT_S)
     except TimeoutError:
         return SecondPass(None, f"it took more than {LIMIT_S:g} s")
     finally:

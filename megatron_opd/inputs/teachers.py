@@ -13,7 +13,7 @@ import numpy as np
 from megatron_opd.config.roles import Role, section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import UserError
-from megatron_opd.inputs.prepare import Prepared
+from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.inputs.second_pass import second_pass
 from megatron_opd.inputs.weights import is_quantised
 from megatron_opd.metrics.teacher_health import TeacherWatch
@@ -107,16 +107,16 @@ async def _compare(
     lines: list[str] = []
     for server, gap in zip(servers, gaps, strict=True):
         if not gap <= bound:
-            told = (
+            message = (
                 f"{role} at {server.url} answers nonsense: its scores differ from those of "
                 f"{other.by} with the weights of {role}.model by {gap:.2g} nats (median; "
                 f"{bound:g} are allowed)"
             )
             if config.scoring.guard == "refuse":
                 raise UserError(
-                    f"{told}; check what is served, or set scoring.guard to warn or off"
+                    f"{message}; check what is served, or set scoring.guard to warn or off"
                 )
-            lines.append(f"warning: {told}")
+            lines.append(f"warning: {message}")
     if not lines:
         lines.append(f"{role}: scores agree with {other.by} to {max(gaps):.1e} nats (median)")
     return lines
@@ -131,10 +131,12 @@ def _verdicts(
     problems = {url: each.problem(dtype, vocab_size) for url, each in found.items()}
     for url, problem in problems.items():
         if problem is not None:
-            told = f"{role} at {url} answers nonsense: {problem}"
+            message = f"{role} at {url} answers nonsense: {problem}"
             if config.scoring.guard == "refuse":
-                raise UserError(f"{told}; check {role}.model, or set scoring.guard to warn or off")
-            lines.append(f"warning: {told}")
+                raise UserError(
+                    f"{message}; check {role}.model, or set scoring.guard to warn or off"
+                )
+            lines.append(f"warning: {message}")
     sound = [found[url] for url, problem in problems.items() if problem is None]
     if sound:
         gap_nats = max(each.gap_nats for each in sound)

@@ -49,10 +49,10 @@ class DataWorkers:
 
     def start(self, config_file: Path) -> None:
         """Start all of them; call inside the event loop. config_file: the resolved one."""
-        self.pool.links.open()
+        self.pool.connections.open()
         for index in range(self._count):
             log = self._logs / f"data-worker-{index}.log"
-            address, keys = self.pool.links.address, self._keys.ranks
+            address, keys = self.pool.connections.address, self._keys.ranks
             process = self._machines.worker(index, config_file, address, keys, log)
             self.processes.append(process)
             process.start()
@@ -78,7 +78,7 @@ class DataWorkers:
 
     async def stop(self) -> None:
         """End all of them."""
-        self.pool.links.close()
+        self.pool.connections.close()
         for task in self._tasks.values():
             task.cancel()
         await asyncio.gather(*self._tasks.values(), return_exceptions=True)

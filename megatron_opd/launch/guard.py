@@ -16,7 +16,6 @@ import json
 import os
 import select
 import signal
-from typing import Any
 
 from megatron_opd.launch.tree import Tree
 
@@ -53,7 +52,7 @@ class Orders:
                 return None
 
 
-def tell(**event: Any) -> None:
+def tell(**event: object) -> None:
     """Report to the owner, which may be gone."""
     with contextlib.suppress(BrokenPipeError):
         os.write(EVENTS, json.dumps(event).encode() + b"\n")

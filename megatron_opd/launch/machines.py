@@ -1,6 +1,6 @@
 """Says what a run starts, and where: on this machine, on a cluster's, or nothing at all.
 
-Nothing is started here; what is made is started and ended by cli.processes.
+Nothing is started here; what is made is started and ended by processes.py.
 """
 
 from __future__ import annotations

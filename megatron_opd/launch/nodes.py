@@ -51,10 +51,10 @@ def lay_out(needs: Sequence[Need], nodes: Sequence[Node]) -> tuple[NodeSpot, ...
         )
     groups = _groups(needs)
     largest = sorted(groups, key=lambda group: -max(needs[i].gpus for i in group))
-    for order, apart in ((groups, True), (groups, False), (largest, False)):
+    for order, separate in ((groups, True), (groups, False), (largest, False)):
         for layout in LAYOUTS:
             rows = _Rows(nodes, layout)
-            found = _placed(needs, order, rows, apart=apart)
+            found = _placed(needs, order, rows, separate=separate)
             if found is not None:
                 return tuple(found[i] for i in range(len(needs)))
     raise CannotPlace(_missing(needs, nodes))
@@ -110,7 +110,7 @@ class _Rows:
 
 
 def _placed(
-    needs: Sequence[Need], order: Sequence[Sequence[int]], rows: _Rows, *, apart: bool
+    needs: Sequence[Need], order: Sequence[Sequence[int]], rows: _Rows, *, separate: bool
 ) -> dict[int, NodeSpot] | None:
     """Return the spot of each need by its position, or None where this way finds no room."""
     found: dict[int, NodeSpot] = {}
@@ -118,7 +118,7 @@ def _placed(
     for group in order:
         sizes = [needs[i].gpus for i in group]
         teacher = _is_teacher(needs[group[0]].key)
-        among = [i for i in range(len(rows.nodes)) if not (apart and teacher and i in others)]
+        among = [i for i in range(len(rows.nodes)) if not (separate and teacher and i in others)]
         taken = rows.windows(sizes, among) if any(sizes) else rows.in_turn(len(sizes))
         if taken is None:
             return None

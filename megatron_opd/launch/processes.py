@@ -12,8 +12,8 @@ from dataclasses import replace
 from megatron_opd.errors import UserError
 from megatron_opd.launch.handles import LearnerHandle, ServerHandle
 from megatron_opd.launch.health import HealthGuard, WatchedProcess
-from megatron_opd.launch.joining import StartingPart, there
 from megatron_opd.launch.launcher import CannotPlace
+from megatron_opd.launch.readiness import StartingPart, ready_now
 from sglang_bridge.errors import PortInUse, ServerDied, exit_text
 from sglang_bridge.lifetime import EXIT_LOST
 from sglang_bridge.server.launch import last_lines
@@ -53,7 +53,7 @@ class Processes:
             for server in self.servers
         }
         if self.learner is not None:
-            parts["the learner's process"] = StartingPart(there(), self.learner_died)
+            parts["the learner's process"] = StartingPart(ready_now(), self.learner_died)
         return parts
 
     async def learner_died(self) -> None:
@@ -130,7 +130,7 @@ class Processes:
         except CannotPlace as error:
             raise UserError(str(error)) from None
         self.learner.start()
-        return {"the learner's process": StartingPart(there(), self.learner_died)}
+        return {"the learner's process": StartingPart(ready_now(), self.learner_died)}
 
     def watched_learner(self) -> list[WatchedProcess]:
         """Return the learner as the health guard polls it; nothing if it runs elsewhere."""

@@ -21,18 +21,18 @@ from megatron_opd.config.ray import RayConfig
 from megatron_opd.launch.gpus import torch_is_for_cpus
 from megatron_opd.launch.launcher import CannotPlace, Need, NodePlace, ProcessSpec
 from megatron_opd.launch.parts import LEARNER
-from megatron_opd.launch.ray_connection import connect
-from megatron_opd.launch.ray_node import NodeOwner
-from megatron_opd.launch.ray_process import RayProcess
-from megatron_opd.launch.ray_room import (
+from megatron_opd.launch.ray_capacity import (
     BundleSpot,
     Capacity,
     capacity,
     check_possible,
+    fitting_nodes,
     in_order,
     waits_for,
-    with_room,
 )
+from megatron_opd.launch.ray_connection import connect
+from megatron_opd.launch.ray_node import NodeOwner
+from megatron_opd.launch.ray_process import RayProcess
 
 SAY_EVERY_S = 30.0
 POLL_S = 1.0
@@ -186,7 +186,7 @@ class RayLauncher:
 
         ordered = sorted(needs, key=lambda need: -need.gpus)  # before the small ones fill nodes
         free = {node: room for node, room in _free().items() if node not in away_from}
-        targets = with_room(ordered, self._settings.cpus, free) if away_from else {}
+        targets = fitting_nodes(ordered, self._settings.cpus, free) if away_from else {}
         return {
             need: Bundle(
                 placement_group(

@@ -9,7 +9,7 @@ from typing import Any
 import psutil
 
 from megatron_opd.launch.owner import Owner
-from megatron_opd.launch.ray_room import BundleSpot
+from megatron_opd.launch.ray_capacity import BundleSpot
 from sglang_bridge.gpus import ORDER_VARIABLE, VARIABLE
 from sglang_bridge.ports import free_port
 

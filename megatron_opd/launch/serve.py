@@ -19,7 +19,7 @@ from sglang_bridge.server.workers import process_group
 GRACE_S = 5.0
 
 
-def serve_until_told(command: Sequence[str], environment: Mapping[str, str]) -> int:
+def serve_until_ended(command: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run the server with our output until it ends or a signal ends it; return its exit code.
 
     No process of its group is left, whatever ends this function.

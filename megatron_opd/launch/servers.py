@@ -9,7 +9,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.extra_args import check_extra_args, check_stops
-from megatron_opd.inputs.models import read_model
+from megatron_opd.inputs.model_facts import read_model
 from megatron_opd.inputs.weights import check_weights
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.launch.placement import UNPLACED, Placement
@@ -18,7 +18,7 @@ from megatron_opd.models.shared_ids import num_shared_ids
 from sglang_bridge.errors import PortInUse
 from sglang_bridge.listening import require_interface
 from sglang_bridge.ports import free_port
-from sglang_bridge.server.__main__ import arguments_for_device
+from sglang_bridge.server.entry import arguments_for_device
 from sglang_bridge.server.launch import ServerProcess, check_port
 from sglang_bridge.server.spec import ServerSpec, server_command
 

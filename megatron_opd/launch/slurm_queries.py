@@ -16,8 +16,8 @@ from megatron_opd.launch.launcher import CannotPlace
 
 ANSWER_S = 60.0  # a busy controller is slow
 START_IT = (
-    "start the run with `sbatch examples/cluster/four_nodes/job.slurm`, or within `salloc`, or set "
-    "another cluster.type"
+    "start the run with `sbatch --nodes=N examples/cluster/job.slurm CONFIG`, or within `salloc`, "
+    "or set another cluster.type"
 )
 # `Nodes=n[1-2] CPU_IDs=0-63 Mem=0 GRES=gpu:a100:4(IDX:0-3)`, one such line for equal nodes
 _OF_NODES = re.compile(r"\bNodes=(\S+)\s+CPU_IDs=\S*\s+Mem=\S*\s+GRES=(\S*)")

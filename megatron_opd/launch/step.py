@@ -25,7 +25,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MOST_GPUS = 1024  # of a node, where no variable names them
 
 
-class _Told(Exception):
+class _EndOrder(Exception):
     """Carries the seconds in which all must have ended; None: as many as by default."""
 
     def __init__(self, grace_s: float | None) -> None:
@@ -70,12 +70,12 @@ def run(
 ) -> int:
     """Run the node's Python until it ends or all must end; return its exit code."""
     for number in SIGNALS:
-        signal.signal(number, _told_by_signal)
+        signal.signal(number, _end_by_signal)
     tree = Tree([sys.executable, *arguments], environment)
     try:
         _wait(tree)
-    except _Told as told:
-        grace_s = grace_s if told.grace_s is None else told.grace_s
+    except _EndOrder as order:
+        grace_s = grace_s if order.grace_s is None else order.grace_s
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)  # it is ending
     tree.end(grace_s)
@@ -83,17 +83,17 @@ def run(
     return tree.code if tree.code >= 0 else 128 - tree.code
 
 
-def _told_by_signal(number: int, frame: FrameType | None) -> None:
-    raise _Told(None)
+def _end_by_signal(number: int, frame: FrameType | None) -> None:
+    raise _EndOrder(None)
 
 
 def _wait(tree: Tree) -> None:
-    """Wait until the process ends. _Told: all must end."""
+    """Wait until the process ends. _EndOrder: all must end."""
     orders = sys.stdin.fileno()
     while tree.code is None:
         if select.select([orders], [], [], POLL_S)[0]:
             line = os.read(orders, 100)
-            raise _Told(float(line) if line else None)
+            raise _EndOrder(float(line) if line else None)
         tree.reap()
 
 

@@ -8,18 +8,16 @@ messages may have been lost, so it does not reconnect.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
 
 import zmq
-from zmq.utils.monitor import recv_monitor_message
 
-from megatron_opd.learner.handing_out import share_header
+from megatron_opd.learner.share_broadcast import share_header
 from megatron_opd.transport.messages import (
     RankError,
     RankHello,
@@ -31,9 +29,9 @@ from megatron_opd.transport.messages import (
     encode,
 )
 from megatron_opd.wire.codec import BadMessage
-from megatron_opd.wire.gate import guard_socket, show_keys
+from megatron_opd.wire.dealer import Connected, Dealer, Disconnected, LostHow
 from megatron_opd.wire.keys import FILE_VARIABLE, KEYS_FILE, RankKeys
-from megatron_opd.wire.receiving import received_now
+from megatron_opd.wire.sockets import PeerMessage, SocketLimits, wait_for_any
 from sglang_bridge.errors import one_line
 from sglang_bridge.lifetime import EXIT_LOST
 
@@ -46,15 +44,7 @@ LINGER_MS = 2000
 # the keys of an earlier controller may lie where the new one's will be
 KEYS_GRACE_S = 30.0
 
-_CONNECTED = zmq.EVENT_HANDSHAKE_SUCCEEDED
-# AUTH: the controller does not know our key. NO_DETAIL: it could not read our first message, which
-# only the owner of the public key that we hold could.
-_REFUSED = (
-    zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-)
-_LOST, _CLOSED = zmq.EVENT_DISCONNECTED, zmq.EVENT_MONITOR_STOPPED
+_REFUSED = (LostHow.KEY_REFUSED, LostHow.KEY_UNKNOWN, LostHow.MALFORMED)
 
 
 class ControllerLost(ConnectionError):
@@ -92,14 +82,9 @@ class ControllerChannel:
     ) -> None:
         self.address, self._keys, self._first_s = address, keys, first_s
         self._on_lost = on_lost
+        self._limits = SocketLimits(max_bytes)
         self._context = zmq.Context()
-        self._socket: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        self._socket.set(zmq.LINGER, LINGER_MS)
-        self._socket.set(zmq.RCVHWM, 0)
-        guard_socket(self._socket, max_bytes)
-        events = _CONNECTED | _REFUSED | _LOST | _CLOSED
-        self._monitor: Any = self._socket.get_monitor_socket(events)
-        self._watcher: threading.Thread | None = None
+        self._dealer: Dealer | None = None
         self._leaving = threading.Event()
         self._shown: RankKeys | None = None
         self._attempt = ""  # of the welcome
@@ -112,22 +97,18 @@ class ControllerChannel:
         """
         started_s = said_s = time.monotonic()
         wrong_since_s: float | None = None
-        connected = False
         while True:
-            self._show_keys()
             for event in self._events(POLL_S):
-                if event == _CONNECTED:
-                    connected, wrong_since_s = True, None
-                    self.reply(hello)
-                elif event == _LOST:
-                    connected = False
-                elif event & _REFUSED:
-                    wrong_since_s = wrong_since_s or time.monotonic()
-            if (answer := received_now(self._socket)) is not None:
-                welcome = self._welcomed([frame.buffer for frame in answer])
-                if not connected:  # it has ended since, and the monitor says so only once
-                    self._on_lost(self._gone())
-                return welcome
+                match event:
+                    case PeerMessage():
+                        return self._welcomed(event.buffers)
+                    case Connected():
+                        wrong_since_s = None
+                        self.reply(hello)
+                    case Disconnected(how) if how in _REFUSED:
+                        wrong_since_s = wrong_since_s or time.monotonic()
+                    case Disconnected():
+                        pass
             now_s = time.monotonic()
             if wrong_since_s is not None and now_s - wrong_since_s > KEYS_GRACE_S:
                 raise NotWelcome(
@@ -143,13 +124,14 @@ class ControllerChannel:
 
     def reply(self, message: Reply) -> None:
         """Send a message to the controller."""
-        self._socket.send(encode(message))
+        assert self._dealer is not None, "the controller's keys were there"
+        self._dealer.send([encode(message)])
 
     def report(self, error: BaseException, *, final: bool) -> None:
         """Tell the controller why this rank ends, in one line. final: see messages.Failed."""
-        if self._shown is None:
+        if self._dealer is None:
             self._show_keys()
-        if self._shown is None:
+        if self._dealer is None:
             return  # no controller has ever been here
         rank = int(os.environ.get("RANK", "0"))
         # A ValueError already speaks to the user: it names key, rule and value.
@@ -161,7 +143,8 @@ class ControllerChannel:
 
         BadMessage.
         """
-        header, *frames = self._receive_frames() if world.is_head else [memoryview(b"")]
+        assert self._dealer is not None, "it has joined"
+        header, *frames = self._dealer.receive() if world.is_head else [memoryview(b"")]
         request = decode_request(share_header(header, world))
         if isinstance(request, RankWelcome | RankRefused):
             raise BadMessage(f"the controller sent {type(request).__name__} in the middle of a run")
@@ -174,11 +157,8 @@ class ControllerChannel:
     def close(self) -> None:
         """Send what is queued (for at most LINGER_MS) and close."""
         self.leave()
-        self._socket.disable_monitor()
-        if self._watcher is not None:
-            self._watcher.join()
-        self._monitor.close(linger=0)  # an open one would keep term() waiting for ever
-        self._socket.close()
+        if self._dealer is not None:
+            self._dealer.close(LINGER_MS)
         self._context.term()
 
     def _show_keys(self) -> None:
@@ -189,23 +169,21 @@ class ControllerChannel:
         keys = self._keys()
         if keys is None or keys == self._shown:
             return
-        if self._shown is not None:
-            with contextlib.suppress(zmq.ZMQError):  # a refused connection may have gone by itself
-                self._socket.disconnect(self.address)
+        if self._dealer is not None:
+            self._dealer.close()
         self._shown = keys
-        show_keys(self._socket, keys.controller, keys.secret)
-        self._socket.connect(self.address)
+        self._dealer = Dealer(
+            self._context, self.address, keys.controller, keys.secret, self._limits
+        )
 
-    def _events(self, wait_s: float) -> list[int]:
-        """Return the connection's events, in order; waits for at most `wait_s`."""
-        found: list[int] = []
-        poller = zmq.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._monitor, zmq.POLLIN)
-        poller.poll(int(wait_s * 1000))
-        while self._monitor.poll(0):
-            found.append(recv_monitor_message(self._monitor)["event"])
-        return found
+    def _events(self, wait_s: float) -> Iterator[PeerMessage | Connected | Disconnected]:
+        """Yield what has come after at most `wait_s`."""
+        self._show_keys()
+        dealers = [] if self._dealer is None else [self._dealer]
+        wait_for_any(dealers, wait_s)
+        for dealer in dealers:
+            while (event := dealer.next_now()) is not None:
+                yield event
 
     def _welcomed(self, frames: list[memoryview]) -> RankWelcome:
         answer = decode_request(frames[0])
@@ -214,24 +192,13 @@ class ControllerChannel:
         if not isinstance(answer, RankWelcome):
             raise BadMessage(f"the controller answered a hello with {type(answer).__name__}")
         self._attempt = answer.attempt
-        self._watcher = threading.Thread(target=self._watch, name="controller", daemon=True)
-        self._watcher.start()
+        assert self._dealer is not None
+        self._dealer.watch(self._ended)
         return answer
 
-    def _watch(self) -> None:
-        """Watch the connection from a thread of its own, which ends with `close`."""
-        while True:
-            event = recv_monitor_message(self._monitor)["event"]
-            if event == _CLOSED:
-                return
-            if event == _LOST and not self._leaving.is_set():
-                self._on_lost(self._gone())
-
-    def _receive_frames(self) -> list[memoryview]:
-        return [frame.buffer for frame in self._socket.recv_multipart(copy=False)]
-
-    def _gone(self) -> str:
-        return f"the controller at {self.address} is gone: this rank ends"
+    def _ended(self) -> None:
+        if not self._leaving.is_set():
+            self._on_lost(f"the controller at {self.address} is gone: this rank ends")
 
     def _lacking(self) -> str:
         return f"no {KEYS_FILE} in run.dir yet" if self._shown is None else "no answer"

@@ -21,7 +21,7 @@ from megatron_opd.learner.world import World
 from megatron_opd.losses.cache import Cache, Unscored
 from megatron_opd.losses.objective import evaluate
 from megatron_opd.losses.ratios import ratio_histogram
-from megatron_opd.metrics.mismatch_limits import MOST_RATIO
+from megatron_opd.metrics.mismatch_gap import MOST_RATIO
 
 ROUTING_SUMS = ("routing_moved", "routing_pairs", "routing_choices_moved", "routing_choices")
 """Names what MicroRouting.counts returns, in its order."""

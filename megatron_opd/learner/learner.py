@@ -33,12 +33,12 @@ from megatron_opd.learner.forward import (
     sft_loss,
 )
 from megatron_opd.learner.layout import rank_multiple_of
+from megatron_opd.learner.learning_rate import learning_rate
 from megatron_opd.learner.micro_batch import DistilMicro, SftMicro, distil_micros
 from megatron_opd.learner.model import DTYPES, build_model
 from megatron_opd.learner.optimizer import (
     build_optimizer,
-    connect_schedule,
-    learning_rate,
+    connect_pipeline_schedule,
     set_learning_rate,
 )
 from megatron_opd.learner.passes import ForwardPasses, compared_only, own_gates
@@ -49,7 +49,7 @@ from megatron_opd.learner.totals import Mismatch, Totals
 from megatron_opd.learner.world import World, init_world
 from megatron_opd.losses.reduction import count_of
 from megatron_opd.losses.weights import read_by_any
-from megatron_opd.metrics.mismatch_limits import Bound, ModelsDiffer
+from megatron_opd.metrics.mismatch_gap import Bound, ModelsDiffer
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.records.columns import RankInputs
@@ -106,7 +106,7 @@ class MegatronLearner:
                 self.model[-1].module, config.logp, entropy=config.entropy
             )
             self.optimizer = build_optimizer(config.optimizer, self.model, DTYPES[config.dtype])
-        connect_schedule(self.model, self.optimizer)
+        connect_pipeline_schedule(self.model, self.optimizer)
         self.balancing = Balancing.of(self.model, sum(self.spec.moe_layers))
         self.routing = Routing.of(config, self.model, self.spec, self.world)
         megatron: Any = self.model[0].config
@@ -227,7 +227,7 @@ class MegatronLearner:
                 chunk.train()
         return totals
 
-    def settle_weights(self) -> None:
+    def finish_param_gather(self) -> None:
         """Make every parameter current on every rank; call before weights are read. Collective.
 
         With overlap_param_gather an optimizer step leaves them to be gathered by the next forward.
@@ -252,7 +252,7 @@ class MegatronLearner:
         chat_template: in place of the source's. end_ids: named in its generation_config.json
         besides.
         """
-        self.settle_weights()
+        self.finish_param_gather()
         if self.world.rank == 0:
             may_write()
             export_hf(

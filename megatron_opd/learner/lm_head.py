@@ -10,12 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from megatron.core import parallel_state as ps
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
     ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+
+from megatron_opd.losses.passes import HeadSlice
 
 
 class PaddedHead(ColumnParallelLinear):
@@ -42,7 +45,7 @@ class PaddedHead(ColumnParallelLinear):
 def hide_padded_ids(model: GPTModel, vocab_size: int) -> None:
     """Tell the head how many of its outputs are ids, where the vocabulary is padded.
 
-    The lean head is told by the loss: see `real_vocab_size`.
+    The lean head is told by the loss: see `head_slice`.
     """
     model.real_vocab_size = vocab_size  # type: ignore[assignment]
     if not model.post_process or vocab_size == model.vocab_size:
@@ -53,11 +56,6 @@ def hide_padded_ids(model: GPTModel, vocab_size: int) -> None:
     head.num_ids = min(max(vocab_size - first, 0), per_rank)
     # Not a new module: the weight, its marks and sharded_state_dict stay Megatron's own.
     head.__class__ = PaddedHead
-
-
-def real_vocab_size(model: GPTModel) -> int:
-    """Return the vocabulary's ids, without those that pad it to the tensor-parallel ranks."""
-    return int(model.real_vocab_size)  # type: ignore[arg-type]
 
 
 class LeanHead(ColumnParallelLinear):
@@ -112,3 +110,9 @@ def head_weight(model: GPTModel) -> torch.Tensor:
     tied = model.share_embeddings_and_output_weights
     weight: Any = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
     return weight
+
+
+def head_slice(model: GPTModel) -> HeadSlice:
+    """Return this rank's slice of the head, on the last pipeline stage."""
+    group: Any = ps.get_tensor_model_parallel_group()
+    return HeadSlice(head_weight(model), group, int(model.real_vocab_size))  # type: ignore[arg-type]

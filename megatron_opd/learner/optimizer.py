@@ -1,4 +1,4 @@
-"""Builds AdamW with float32 main parameters, sharded over data-parallel ranks; its schedule."""
+"""Builds AdamW with float32 main parameters, sharded over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -14,21 +14,6 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron_opd.config.learner import OptimizerConfig
 from megatron_opd.learner.lm_head import head_weight
 from megatron_opd.learner.overrides import build, check_overrides
-
-
-def learning_rate(config: OptimizerConfig, update: int, updates: int) -> float:
-    """Return the learning rate of `update` (0-based) out of `updates`.
-
-    Warm-up rises linearly from 0 and reaches the peak at update `warmup_steps`; no update is
-    spent at 0. The cosine reaches min_lr at the last update.
-    """
-    if update < config.warmup_steps:
-        return config.lr * (update + 1) / (config.warmup_steps + 1)
-    if config.lr_scheduler == "constant":
-        return config.lr
-    span = max(1, updates - 1 - config.warmup_steps)
-    progress = min(1.0, (update - config.warmup_steps) / span)
-    return config.min_lr + (config.lr - config.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def build_optimizer(
@@ -66,10 +51,10 @@ def optimizer_config(
     return build(section, MegatronOptimizerConfig, values)
 
 
-def connect_schedule(
+def connect_pipeline_schedule(
     chunks: Sequence[DistributedDataParallel], optimizer: MegatronOptimizer
 ) -> None:
-    """Tell Megatron's schedule how gradients are finalised, and when they may be sent."""
+    """Tell Megatron's pipeline schedule how gradients are finalised, and when they may be sent."""
     settings: Any = chunks[0].config
     settings.finalize_model_grads_func = finalize_model_grads
     settings.grad_scale_func = optimizer.scale_loss

@@ -147,5 +147,5 @@ def build(section: str, target: Callable[..., T], values: Mapping[str, Any]) -> 
     try:
         return target(**values)
     except (ValueError, AssertionError) as error:
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{section}: Megatron rejects it: {told}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{section}: Megatron rejects it: {reason}") from error

@@ -80,14 +80,14 @@ class ForwardPasses:
             m2_view(self.estimator, micro.cache(cache.student_logp_N, prox_is_student=start))
             for micro, cache in zip(_without_fillers(mini)[0], caches, strict=True)
         ]
-        together: list[View] = [
+        gathered: list[View] = [
             (_gathered(parts[0]), _gathered(parts[1]), _gathered(parts[2]))
             for parts in (
                 [torch.cat([view[term][column] for view in views]) for column in range(3)]
                 for term in range(len(self.estimator.terms))
             )
         ]
-        limits = tuple(m2_limit_of(self.estimator, caches[0], together))
+        limits = tuple(m2_limit_of(self.estimator, caches[0], gathered))
         return [replace(micro, m2_limits=limits) for micro in mini]
 
     def mismatch_without_replay(self, mini: Sequence[DistilMicro]) -> Mismatch:

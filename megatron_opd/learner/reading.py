@@ -9,8 +9,8 @@ import torch.distributed as dist
 
 from megatron_opd.batching.checks import check_batch, check_inputs
 from megatron_opd.learner.agreement import agree
-from megatron_opd.learner.handing_out import deal
 from megatron_opd.learner.learner import MegatronLearner
+from megatron_opd.learner.share_broadcast import deal
 from megatron_opd.records.columns import RankInputs
 from megatron_opd.transport.frames import check_sizes, from_frames, inputs_from_frames
 from megatron_opd.transport.messages import ScoreShare, Train

@@ -3,7 +3,7 @@
 By default a gate stays the learner's own: the probabilities of the given experts come from its
 router's logits now, normalised as the model does it, so that gradients reach the router. With the
 sampler's weights (`learner.routing_weights: sampler`) the value is given and the gradient stays the
-router's (learner/gates.py). Balancing losses see the router's own probabilities either way.
+router's (with_sampled_gates). Balancing losses see the router's own probabilities either way.
 
 Invariant: the experts of a micro-batch travel on its packing, which Megatron hands to every layer
 in the forward pass and again when the layer is recomputed. No order of micro-batches, stages or
@@ -30,7 +30,6 @@ from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_opd.config.learner import LearnerConfig, RoutingReplay, RoutingWeights
-from megatron_opd.learner.gates import with_sampled_gates
 from megatron_opd.learner.routing_checks import check_experts, check_gates, check_replay
 from megatron_opd.learner.world import World
 from megatron_opd.losses.host import sent
@@ -241,3 +240,26 @@ class Routing:
         found_mLk[source_m >= 0] = values_XLk[source_m[source_m >= 0]]
         found = sent(found_mLk, self.device)
         return {layer: found[:, i] for i, layer in enumerate(self.layers)}
+
+
+def with_sampled_gates(
+    probs_mE: torch.Tensor, used_mk: torch.Tensor, gates_mk: torch.Tensor
+) -> torch.Tensor:
+    """Return [m, E] weights of the experts: the value is `gates_mk`, the derivative the router's.
+
+    probs_mE: the router's own weights of the experts used_mk, 0 elsewhere. gates_mk: the sampler's,
+    in the order of used_mk; negative or not finite where there is no record: there the own ones
+    stay.
+
+    A straight-through estimate: value + (own - own.detach()). The sampler's weights are constants,
+    so with them alone the router would get no gradient and never learn. Here the loss is
+    differentiated where the sampler was, and each weight counts as the learner's own: d loss / d
+    logits = sum over k of (d loss / d weight_k at the sampler's weights) * (d own_k / d logits).
+    That is exact where own and sampled weights agree; where they differ, by rounding or because the
+    router has learnt since, it is biased, and the forward pass does not see the difference.
+    `own - own.detach()` is 0, so the value is the sampler's to the last bit.
+    """
+    own_mE = probs_mE.detach()
+    recorded_mk = torch.isfinite(gates_mk) & (gates_mk >= 0)
+    value_mk = torch.where(recorded_mk, gates_mk.to(own_mE.dtype), own_mE.gather(1, used_mk))
+    return own_mE.scatter(1, used_mk, value_mk) + (probs_mE - own_mE)

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 import traceback
 from pathlib import Path
 
 import msgspec
+import torch
 import torch.distributed as dist
 
 from megatron_opd.checkpoint.run_lock import LockClaim
 from megatron_opd.checkpoint.stated_heads import heads_of
 from megatron_opd.config.digests import learner_digests
+from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import ControllerChannel, ControllerLost, NotWelcome
-from megatron_opd.learner.collecting import Collector
-from megatron_opd.learner.determinism import deterministic
 from megatron_opd.learner.learner import MegatronLearner, NotFinite
 from megatron_opd.learner.memory import UpdateMemory
 from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.reading import Collect, ShareReader
+from megatron_opd.learner.share_collector import Collector
 from megatron_opd.learner.state.state import LearnerState
-from megatron_opd.metrics.mismatch_limits import ModelsDiffer
+from megatron_opd.metrics.mismatch_gap import ModelsDiffer
 from megatron_opd.models.shared_ids import num_shared_ids
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.transport.frames import MIN_FRAME_BYTES, largest_frame_bytes
@@ -52,6 +54,14 @@ from megatron_opd.weight_sync.transport import transport_kind
 from megatron_opd.wire.keys import RankKeys, rank_keys
 
 EXIT_FAILED, EXIT_BAD_INPUT = 1, 2
+DETERMINISTIC = {
+    # TransformerEngine: no kernels whose backward pass adds atomically
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+    # cuBLAS: workspaces of fixed size, because concurrent streams otherwise share one
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
+    # one order of addition, whatever the message's size
+    "NCCL_ALGO": "Ring",
+}
 
 
 def serve(config: Config, address: str) -> int:
@@ -197,10 +207,10 @@ class RankServer:
                     batch, self.config.rollout.temperature, replay=request.replay
                 )
             case MoveWeights():
-                self.learner.settle_weights()
+                self.learner.finish_param_gather()
                 return WeightsMoved(self.sender.handle(request.payload))
             case DigestPieces():
-                self.learner.settle_weights()
+                self.learner.finish_param_gather()
                 round_to, student = self.config.weight_sync.round_to, self.config.student
                 held = (round_to, student.quantization, student.dtype)
                 return Digests(piece_digests(self.sender.source, request.pieces, *held))
@@ -210,7 +220,7 @@ class RankServer:
                 ends = self.config.rollout.stop_token_ids
                 self.learner.export_hf(path, dtype, self._check_claim, template, ends)
             case SaveState():
-                self.learner.settle_weights()
+                self.learner.finish_param_gather()
                 background = request.in_background
                 self.state.save(Path(request.path), request.updates, in_background=background)
             case LoadState():
@@ -224,3 +234,18 @@ class RankServer:
                 self.state.wait()
                 self.sender.close()
         return Nothing()
+
+
+def deterministic(config: LearnerConfig) -> LearnerConfig:
+    """Return `config` for a process with repeatable updates; call before CUDA is used.
+
+    On a CPU they are so by themselves: every sum has one order, which depends on the batch and the
+    layout alone. On a GPU some kernels add in the order in which threads arrive; an operation that
+    cannot be repeated then raises RuntimeError, and what the user set in the environment is kept.
+    """
+    if not torch.cuda.is_available():
+        return config
+    for name, value in DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
+    return config.model_copy(update={"megatron": {**config.megatron, "deterministic_mode": True}})

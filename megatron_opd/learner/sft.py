@@ -16,9 +16,9 @@ from megatron_opd.data.pairs import Pair, pair_rules, read_pairs
 from megatron_opd.data.written_tokenizer import cut_as_written
 from megatron_opd.learner.agreement import agreed_moment
 from megatron_opd.learner.learner import MegatronLearner
+from megatron_opd.learner.learning_rate import learning_rate
 from megatron_opd.learner.micro_batch import SftMicro, sft_micro
 from megatron_opd.learner.model import DTYPES
-from megatron_opd.learner.optimizer import learning_rate
 from megatron_opd.learner.sft_report import SftReport, SftRow
 
 

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_regi
 
 from megatron_opd.config.learner import HeadLogp
 from megatron_opd.learner.layout import PackedRows
-from megatron_opd.learner.lm_head import head_weight, install_lean_head, real_vocab_size
+from megatron_opd.learner.lm_head import head_slice, install_lean_head
 from megatron_opd.losses.blocks import default_block
 from megatron_opd.losses.lean import lean_logp
 from megatron_opd.losses.vocab_parallel import gather_logp
@@ -54,7 +54,7 @@ def dense_logp(
 ) -> ScoredLogp:
     """Score from logits [1, s, v]: the reference that LeanLogp is checked against."""
     logits_tv = out_1s[0].index_select(0, rows.logit_row_t)
-    group = _vocab_group()
+    group: Any = ps.get_tensor_model_parallel_group()
     return ScoredLogp(
         gather_logp(logits_tv, row_N, id_N, temperature=temperature, group=group), None
     )
@@ -81,13 +81,11 @@ class LeanLogp:
         hidden_tH = out_1s[0].index_select(0, rows.logit_row_t)
         scored = lean_logp(
             hidden_tH,
-            head_weight(self._model),
+            head_slice(self._model),
             row_N,
             id_N,
             temperature=temperature,
-            group=_vocab_group(),
             block=default_block(hidden_tH) if self._eager else None,
-            vocab_size=real_vocab_size(self._model),
             entropy=self._entropy and torch.is_grad_enabled(),
         )
         entropy_T = scored.entropy_T
@@ -126,11 +124,6 @@ class AcrossContext:
         """Sum all ranks' values, each at its place; backward takes this rank's places."""
         spread = value_n.new_zeros(length).index_copy(0, place_n, value_n)
         return reduce_from_tensor_model_parallel_region(spread, group=self._group)  # type: ignore[arg-type]
-
-
-def _vocab_group() -> dist.ProcessGroup:
-    group: Any = ps.get_tensor_model_parallel_group()
-    return group
 
 
 def make_student_logp(model: Any, kind: HeadLogp, *, entropy: bool = True) -> StudentLogp:

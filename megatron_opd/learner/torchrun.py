@@ -1,7 +1,7 @@
 """Runs torchrun so that it ends with its parent: `python -m megatron_opd.learner.torchrun`.
 
-Ranks end with torchrun, torchrun with the process that started it (lifetime.py): a run
-that is killed with SIGKILL leaves no learner behind. Its store listens on --master-addr alone
+Ranks end with torchrun, torchrun with the process that started it (sglang_bridge/lifetime.py): a
+run that is killed with SIGKILL leaves no learner behind. Its store listens on --master-addr alone
 (default: loopback, on a free port), and it leaves no directory behind when it ends or is told to.
 """
 

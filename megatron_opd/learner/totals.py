@@ -12,7 +12,7 @@ import torch
 
 from megatron_opd.losses.diagnostics import NAMES
 from megatron_opd.losses.ratios import NUM_BINS, ratio_quantile
-from megatron_opd.metrics.mismatch_limits import MismatchGap
+from megatron_opd.metrics.mismatch_gap import MismatchGap
 
 SUMS = (
     "loss",

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 
+from megatron_opd.losses.passes import HeadSlice
 from megatron_opd.losses.tiles import Tiles
 
 # Blocks [C, K] of float32 logits. CPU: 8 MiB, so that the passes over a block stay in cache while
@@ -50,35 +50,30 @@ class BlockPlan:
 
     @staticmethod
     def of(
-        shape: tuple[int, int],
+        num_rows: int,
+        head: HeadSlice,
         block: tuple[int, int],
         row_N: torch.Tensor,
         id_N: torch.Tensor,
-        group: dist.ProcessGroup | None,
-        vocab_size: int | None = None,
     ) -> BlockPlan:
-        """Plan the pairs whose ids this rank holds. shape: T, v. vocab_size: None for v per rank.
+        """Plan the pairs whose ids this rank holds.
 
         IndexError for a pair outside the whole [T, V]. Waits for the device once: for the bounds,
         and for whether there is such a pair.
         """
-        (num_rows, width), (block_rows, block_ids) = shape, block
-        rank, size = (0, 1) if group is None else (group.rank(), group.size())
-        total = width * size if vocab_size is None else vocab_size
-        outside_N = (row_N < 0) | (row_N >= num_rows) | (id_N < 0) | (id_N >= total)
-        num_ids = min(max(total - rank * width, 0), width)
-        tiles = Tiles.of((num_rows, num_ids), block, row_N, id_N, rank * width)
+        outside_N = (row_N < 0) | (row_N >= num_rows) | (id_N < 0) | (id_N >= head.total)
+        tiles = Tiles.of((num_rows, head.num_ids), block, row_N, id_N, head.first_id)
         *bounds, outside = torch.cat([tiles.bounds, outside_N.any()[None].int()]).tolist()
         if outside:
             row, token = int(row_N[outside_N][0]), int(id_N[outside_N][0])
-            whole = f"[{num_rows}, {total}]"
+            whole = f"[{num_rows}, {head.total}]"
             raise IndexError(f"(row, id) must lie in {whole} logits, got ({row}, {token})")
         here = slice(bounds[-1])
         return BlockPlan(
             num_rows,
-            num_ids,
-            block_rows,
-            block_ids,
+            head.num_ids,
+            block[0],
+            block[1],
             tiles.place_N[here].long(),
             tiles.row_N[here].long(),
             tiles.id_N[here].long(),

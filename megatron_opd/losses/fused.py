@@ -13,10 +13,9 @@ from functools import cached_property
 from types import ModuleType
 
 import torch
-import torch.distributed as dist
 
 from megatron_opd.losses.blocks import add_product
-from megatron_opd.losses.passes import RowGradients, Sums, move_maximum
+from megatron_opd.losses.passes import HeadSlice, RowGradients, Sums, move_maximum
 from megatron_opd.losses.tiles import Tiles
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,11 +81,14 @@ class FusedPasses:
         sum_ST = torch.zeros((parts, tiles.num_rows), **options)
         moment_ST = torch.zeros_like(sum_ST) if entropy else None
         if tiles.across * tiles.down:
+            sums = chosen_N, max_ST, sum_ST, sum_ST if moment_ST is None else moment_ST
+            sizes = tiles.num_rows, tiles.num_ids, hidden_TH.shape[1], temperature
+            grid = tiles.across, tiles.down, parts, shape.tiles_a_part
             self.kernels.sums_kernel[(tiles.across * parts,)](
                 *self._operands(hidden_TH, weight_vH),
-                *(chosen_N, max_ST, sum_ST, sum_ST if moment_ST is None else moment_ST),
-                *(tiles.num_rows, tiles.num_ids, hidden_TH.shape[1], temperature),
-                *(tiles.across, tiles.down, parts, shape.tiles_a_part),
+                *sums,
+                *sizes,
+                *grid,
                 ENTROPY=entropy,
                 **self._constants(hidden_TH),
             )
@@ -113,13 +115,16 @@ class FusedPasses:
         buffer = hidden_TH.new_empty(tiles.num_rows * stride)
         pair_N = rows.level_T if rows.pair_N is None else rows.pair_N
         slope_T = rows.level_T if rows.slope_T is None else rows.slope_T
+        gradients = pair_N, rows.normaliser_T, rows.level_T, slope_T, buffer
+        sizes = tiles.num_rows, tiles.num_ids, hidden_TH.shape[1], temperature
         for first in range(0, tiles.down, columns):
             count = min(columns, tiles.down - first)
+            grid = tiles.across, first, count, stride
             self.kernels.gradient_kernel[(tiles.across * count,)](
                 *self._operands(hidden_TH, weight_vH),
-                *(pair_N, rows.normaliser_T, rows.level_T, slope_T, buffer),
-                *(tiles.num_rows, tiles.num_ids, hidden_TH.shape[1], temperature),
-                *(tiles.across, first, count, stride),
+                *gradients,
+                *sizes,
+                *grid,
                 SLOPE=rows.slope_T is not None,
                 PAIRS=rows.pair_N is not None,
                 **self._constants(hidden_TH),
@@ -165,28 +170,22 @@ class FusedPasses:
 
 
 def fused_passes(
-    shape: tuple[int, int],
+    num_rows: int,
+    head: HeadSlice,
     row_N: torch.Tensor,
     id_N: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    vocab_size: int | None,
     how: KernelShape,
     kernels: ModuleType | None = None,
 ) -> FusedPasses:
-    """Plan the passes of one call. shape: T, v; the rest: see lean_logp.
+    """Plan the passes of one call; see lean_logp.
 
     A pair outside the logits is an error of the device, as the check must not wait for it.
     """
-    (num_rows, width), (rank, size) = (
-        shape,
-        (0, 1) if group is None else (group.rank(), group.size()),
-    )
-    total = width * size if vocab_size is None else vocab_size
-    inside_N = (row_N >= 0) & (row_N < num_rows) & (id_N >= 0) & (id_N < total)
-    whole = f"[{num_rows}, {total}]"
+    inside_N = (row_N >= 0) & (row_N < num_rows) & (id_N >= 0) & (id_N < head.total)
+    whole = f"[{num_rows}, {head.total}]"
     torch.ops.aten._assert_async.msg(inside_N.all(), f"(row, id) must lie in {whole} logits")
-    num_ids = min(max(total - rank * width, 0), width)
-    tiles = Tiles.of((num_rows, num_ids), (how.rows, how.ids), row_N, id_N, rank * width)
+    shape = num_rows, head.num_ids
+    tiles = Tiles.of(shape, (how.rows, how.ids), row_N, id_N, head.first_id)
     return FusedPasses(tiles, how, _kernels() if kernels is None else kernels)
 
 

@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from megatron_opd.losses.blocks import BlockPlan, default_block
 from megatron_opd.losses.eager import EagerPasses
 from megatron_opd.losses.fused import can_fuse, fused_passes, shape_of
-from megatron_opd.losses.passes import LogpPasses, RowGradients, Sums, move_maximum
+from megatron_opd.losses.passes import HeadSlice, LogpPasses, RowGradients, Sums, move_maximum
 
 
 @dataclass(frozen=True)
@@ -128,45 +128,38 @@ def _whole(sums: Sums, group: dist.ProcessGroup) -> Sums:
 
 def _passes(
     hidden_TH: torch.Tensor,
-    weight_vH: torch.Tensor,
+    head: HeadSlice,
     row_N: torch.Tensor,
     id_N: torch.Tensor,
-    group: dist.ProcessGroup | None,
     block: tuple[int, int] | None,
-    vocab_size: int | None,
 ) -> LogpPasses:
     """Choose how to go over the logits."""
-    shape = len(hidden_TH), len(weight_vH)
-    if block is None and can_fuse(hidden_TH, weight_vH):
-        return fused_passes(shape, row_N, id_N, group, vocab_size, shape_of(hidden_TH.dtype))
+    num_rows = len(hidden_TH)
+    if block is None and can_fuse(hidden_TH, head.weight_vH):
+        return fused_passes(num_rows, head, row_N, id_N, shape_of(hidden_TH.dtype))
     block = default_block(hidden_TH) if block is None else block
-    return EagerPasses(BlockPlan.of(shape, block, row_N, id_N, group, vocab_size), len(id_N))
+    return EagerPasses(BlockPlan.of(num_rows, head, block, row_N, id_N), len(id_N))
 
 
 def lean_logp(
     hidden_TH: torch.Tensor,
-    weight_vH: torch.Tensor,
+    head: HeadSlice,
     row_N: torch.Tensor,
     id_N: torch.Tensor,
     *,
     temperature: float = 1.0,
-    group: dist.ProcessGroup | None = None,
     block: tuple[int, int] | None = None,
-    vocab_size: int | None = None,
     entropy: bool = True,
     passes: LogpPasses | None = None,
 ) -> LogProbs:
     """Return log softmax(hidden weight^T / temperature) at (row_N, id_N), normaliser and entropy.
 
-    hidden_TH: the LM head's input; weight_vH: this rank's slice of the head, of the same dtype.
+    hidden_TH: the LM head's input. head: of the same dtype; every rank of its group must call with
+    the same hidden_TH, row_N and id_N and use the results alike.
     row_N, id_N: int64; an id is global, in [0, V); a row may hold any number of pairs, also none.
-    group: the ranks that share the vocabulary, None for one; every rank must call with the same
-    hidden_TH, row_N and id_N and use the results alike. block: rows x ids of logits held at a time
-    (two such blocks exist), without kernels; None: kernels where there are some, else the device's
-    default. It changes rounding only.
-    vocab_size: V, where the ranks' slices pad it: rows of the last weights that are no ids are
-    never read, and get no gradient. None: v a rank. entropy: whether it is wanted. passes: goes
-    over the logits, in place of what block chooses.
+    block: rows x ids of logits held at a time (two such blocks exist), without kernels; None:
+    kernels where there are some, else the device's default. It changes rounding only.
+    entropy: whether it is wanted. passes: goes over the logits, in place of what block chooses.
     Differentiable once, in all three results. The sums over the vocabulary are float32, or float64
     for float64 inputs. Raises IndexError for a pair outside the logits.
 
@@ -182,9 +175,9 @@ def lean_logp(
     parameter without one: `weight_vH.signals_main_grad` says that nothing else brings one, so that
     `grad` becomes a zero without memory and `grad_added_to_main_grad` is set.
     """
-    if group is not None and group.size() == 1:
-        group = None
+    group = None if head.group is None or head.group.size() == 1 else head.group
     if passes is None:
-        passes = _passes(hidden_TH, weight_vH, row_N, id_N, group, block, vocab_size)
+        passes = _passes(hidden_TH, head, row_N, id_N, block)
+    weight_vH = head.weight_vH
     outputs = _LeanLogp.apply(hidden_TH, weight_vH, row_N, temperature, group, passes, entropy)
     return LogProbs(*outputs)  # type: ignore[misc]

@@ -10,6 +10,38 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class HeadSlice:
+    """Holds this rank's slice of an LM head whose vocabulary a group of ranks shares.
+
+    weight_vH: rank r of the group holds the ids [r v, (r + 1) v). group: None for one rank.
+    vocab_size: V, where the slices pad it: rows of the last weights that are no ids are never read,
+    and get no gradient. None: v a rank.
+    """
+
+    weight_vH: torch.Tensor
+    group: dist.ProcessGroup | None = None
+    vocab_size: int | None = None
+
+    @property
+    def first_id(self) -> int:
+        """Returns the first id of this rank."""
+        return 0 if self.group is None else self.group.rank() * len(self.weight_vH)
+
+    @property
+    def total(self) -> int:
+        """Returns how many ids the whole vocabulary has, V."""
+        if self.vocab_size is not None:
+            return self.vocab_size
+        return len(self.weight_vH) * (1 if self.group is None else self.group.size())
+
+    @property
+    def num_ids(self) -> int:
+        """Returns how many ids this rank has."""
+        return min(max(self.total - self.first_id, 0), len(self.weight_vH))
 
 
 @dataclass(frozen=True)

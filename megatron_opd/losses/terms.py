@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 
-from megatron_opd.config.custom import CustomObjective
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.objective import Objective
+from megatron_opd.config.objective import CustomObjective, Objective
 from megatron_opd.config.objectives import (
     DivergenceObjective,
     Gepo,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Literal
 
 from megatron_opd.config.metrics import MetricNames
 from megatron_opd.metrics.dictionary.evaluation import EVALUATION
@@ -16,23 +17,32 @@ from megatron_opd.metrics.dictionary.perf import PERF
 from megatron_opd.metrics.dictionary.rollout import ROLLOUT
 from megatron_opd.metrics.dictionary.selection import SELECTION
 from megatron_opd.metrics.dictionary.sites import SITES
-from megatron_opd.metrics.dictionary.teacher import TEACHER
+from megatron_opd.metrics.dictionary.teacher import HEALTH, TEACHER
 from megatron_opd.metrics.dictionary.weight_sync import WEIGHT_SYNC
 from megatron_opd.metrics.metric import Metric
 
-ALL = (
-    *LEARNER,
-    *MISMATCH,
-    *ROLLOUT,
-    *SELECTION,
-    *SITES,
-    *TEACHER,
-    *PERF,
-    *WEIGHT_SYNC,
-    *EVALUATION,
+Group = Literal["train", "rollout", "teacher", "perf", "weight_sync", "eval"]
+"""What a column is about; sinks that group columns name it GROUP/COLUMN."""
+BY_GROUP: Mapping[Group, tuple[Mapping[str, Metric], ...]] = {
+    "train": (LEARNER, MISMATCH),
+    "rollout": (ROLLOUT, SELECTION, SITES),
+    "teacher": (TEACHER, HEALTH),
+    "perf": (PERF,),
+    "weight_sync": (WEIGHT_SYNC,),
+    "eval": (EVALUATION,),
+}
+METRICS: Mapping[str, Metric] = MappingProxyType(
+    {
+        column: metric
+        for parts in BY_GROUP.values()
+        for part in parts
+        for column, metric in part.items()
+    }
 )
-METRICS: Mapping[str, Metric] = MappingProxyType({metric.column: metric for metric in ALL})
 """Every column by its name. A column of one teacher, COLUMN/NAME, is found by `metric_of`."""
+GROUP_OF: Mapping[str, Group] = {
+    column: group for group, parts in BY_GROUP.items() for part in parts for column in part
+}
 PER_NAME = "/"
 """Separates a column's name from the teacher that it is of."""
 
@@ -49,4 +59,7 @@ def tag_of(column: str, names: MetricNames) -> str:
     """
     base, separator, name = column.partition(PER_NAME)
     metric = METRICS.get(base)
-    return column if metric is None else f"{metric.tag(names)}{separator}{name}"
+    if metric is None:
+        return column
+    tag = metric.aliases.get(names, f"{GROUP_OF[base]}/{base}")
+    return f"{tag}{separator}{name}"

@@ -4,13 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, get_args
-
-from megatron_opd.config.metrics import MetricNames
-
-Group = Literal["train", "rollout", "teacher", "perf", "weight_sync", "eval"]
-"""What a column is about; sinks that group columns name it GROUP/COLUMN."""
-GROUPS: tuple[Group, ...] = get_args(Group)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +26,7 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Describes one column.
+    """Describes a column.
 
     unit: of its values; "" for a plain number. text: what it is. healthy: where a good run is, a
     rule of thumb; None where no number says so. action: what to do when it leaves the range, or
@@ -41,15 +34,9 @@ class Metric:
     slime (and miles) or verl give it. differs: how theirs is averaged or counted otherwise.
     """
 
-    column: str
-    group: Group
     unit: str
     text: str
     healthy: Range | None = None
     action: str = ""
     aliases: Mapping[str, str] = field(default_factory=dict[str, str])
     differs: str = ""
-
-    def tag(self, names: MetricNames) -> str:
-        """Return the name a sink shows: the alias where there is one, else GROUP/COLUMN."""
-        return self.aliases.get(names, f"{self.group}/{self.column}")

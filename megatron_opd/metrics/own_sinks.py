@@ -84,6 +84,7 @@ class OwnSink:
             self._sink = None
             logger.warning(
                 "metrics.sinks: %s raised %s and gets no more rows; they are in metrics.jsonl",
-                *(self._path, f"{type(error).__name__}: {line(error)}"),
+                self._path,
+                f"{type(error).__name__}: {line(error)}",
             )
             return None

@@ -121,8 +121,8 @@ class RunRecorder(RunObserver):
         """Count a rollout; the user is told of the first one that was sampled anew."""
         if rollout.restarts and not self.totals.restarts:
             logger.warning(
-                "rollout %d was sampled anew: a weight sync aborted it, or its connection to a "
-                "server was lost; more of this kind are only counted (rollouts_restarted)",
+                "rollout %d was sampled anew: a weight sync aborted it, its connection to a server "
+                "was lost, or one was too busy; more are only counted (rollouts_restarted)",
                 rollout.prompt.uid,
             )
         self.totals.add_rollout(rollout)
@@ -140,7 +140,9 @@ class RunRecorder(RunObserver):
         if self.totals.drops[reason] == 1:
             logger.warning(
                 "sample %d dropped for %s (%s); more of this kind are only counted",
-                *(uid, reason, detail),
+                uid,
+                reason,
+                detail,
             )
 
     def trained(

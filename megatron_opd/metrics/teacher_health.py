@@ -95,12 +95,16 @@ class TeacherWatch:
                 logger.warning(
                     "update %d: teacher %r answers nonsense: %s; scoring.guard warns once until "
                     "its scores are better",
-                    *(batch.update, name, wrong),
+                    batch.update,
+                    name,
+                    wrong,
                 )
             elif bad == 0 and self._bad_in_a_row[name]:
                 logger.warning(
                     "update %d: teacher %r answers sensibly again, after %d updates",
-                    *(batch.update, name, self._bad_in_a_row[name]),
+                    batch.update,
+                    name,
+                    self._bad_in_a_row[name],
                 )
             self._bad_in_a_row[name] = bad
             if 0 < self._stop_after <= bad:

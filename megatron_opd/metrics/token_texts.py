@@ -22,16 +22,16 @@ def token_texts(decode: Decode, ids: Sequence[int]) -> list[str]:
     Linear in the number of tokens, whatever they are.
     """
     texts: list[str] = []
-    begin, told, known = 0, 0, ""  # known: decode(ids[begin:told]), which was returned already
+    begin, done, known = 0, 0, ""  # known: decode(ids[begin:done]), whose texts are made
     for stop in range(1, len(ids) + 1):
         text = decode(ids[begin:stop])
-        waits = text.endswith(REPLACEMENT) and stop - told < MOST_BYTES and stop < len(ids)
+        waits = text.endswith(REPLACEMENT) and stop - done < MOST_BYTES and stop < len(ids)
         if waits:
             texts.append("")
             continue
         # a token that was taken for the end of a character may turn out to begin one
         same = takewhile(lambda pair: pair[0] == pair[1], zip(known, text, strict=False))
         texts.append(text[sum(1 for _ in same) :])
-        begin, told = told, stop
-        known = decode(ids[begin:told])
+        begin, done = done, stop
+        known = decode(ids[begin:done])
     return texts

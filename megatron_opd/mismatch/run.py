@@ -11,8 +11,6 @@ import asyncio
 import shutil
 import tempfile
 import uuid
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -31,11 +29,12 @@ from megatron_opd.data.end_tokens import EndTokens
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.errors import RunFailed, UserError, checked, kept_traceback
 from megatron_opd.fleet.clients import make_fleet
-from megatron_opd.fleet.ends import FirstCause
+from megatron_opd.fleet.ends import FirstCause, closing_all
 from megatron_opd.fleet.guards import RunGuard, watched_engines, while_alive
 from megatron_opd.fleet.startup import ServedModel, join_role, start_all
 from megatron_opd.inputs.megatron_settings import check_megatron
-from megatron_opd.inputs.models import ModelFacts, check_models
+from megatron_opd.inputs.model_facts import ModelFacts
+from megatron_opd.inputs.models import check_models
 from megatron_opd.inputs.notes import sampler_gaps, served_by
 from megatron_opd.inputs.prepare import read_train
 from megatron_opd.inputs.prompts import drawn_notes, skipped_lines, sources_of, unseen_keys
@@ -47,7 +46,6 @@ from megatron_opd.launch.parts import LEARNER
 from megatron_opd.launch.placing import placement_here, with_backend
 from megatron_opd.launch.processes import Processes
 from megatron_opd.launch.servers import check_addresses, server_processes
-from megatron_opd.launch.stopping import stopped_by_signals
 from megatron_opd.mismatch.measure import FREE, GATED, REPLAYED, MeasuredMismatch, measure
 from megatron_opd.mismatch.options import Options
 from megatron_opd.models.spec import ModelSpec
@@ -61,7 +59,6 @@ from megatron_opd.weight_sync.transport import transport_kind
 from megatron_opd.wire.keys import RunKeys
 from sglang_bridge import open_files
 from sglang_bridge.fleet import Fleet
-from sglang_bridge.server.launch import ServerProcess
 
 RESOLVED = "config.resolved.yaml"
 VERSION = 0  # of the weights that are compared
@@ -138,8 +135,6 @@ class MismatchRun:
         self.config = with_recorded_routing(config, self.prepared.student.spec)
         self.served: tuple[Served, ...] = ()
         """How servers started elsewhere compute the model, once they were asked."""
-        self.processes = Processes([], None)
-        self.ends = FirstCause(lambda: self.processes.watched())
 
     def measure(self) -> MeasuredMismatch:
         """Measure once. UserError: bad input. RunFailed: a part failed; its logs are kept."""
@@ -154,65 +149,47 @@ class MismatchRun:
                 shutil.rmtree(scratch, ignore_errors=True)
 
     async def _main(self, scratch: Path) -> MeasuredMismatch:
-        try:
-            try:
-                with stopped_by_signals():
-                    return await self._measure(scratch)
-            finally:
-                await self.ends.closing(self.processes.stop)()
-        except BaseException as last:
-            keep = partial(kept_traceback, log=scratch / "controller.log")
-            raise self.ends.end(last, f"; logs are in {scratch}", keep) from last
-
-    async def _measure(self, scratch: Path) -> MeasuredMismatch:
         config = self.config
-        keys = RunKeys.make()
+        keys, key = RunKeys.make(), role_key(config.student, STUDENT)
         digests = checked(lambda: learner_digests(config))
         admission = Admission(keys, digests, self.prepared.student.vocab_size)
-        key = role_key(config.student, STUDENT)
         servers = server_processes(config, STUDENT, scratch, key, self.placement)
         urls = config.student.urls or tuple(server.url for server in servers)
         remote = checked(lambda: RemoteLearner(config, admission))
+        processes = Processes(servers, self._learner(scratch, remote.address, keys))
         fleet = make_fleet(config.student, urls, key)
-
-        async def leave() -> None:
-            remote.close()
-
-        async with AsyncExitStack() as closers:
-            closers.push_async_callback(self.ends.closing(leave))
-            closers.push_async_callback(self.ends.closing(fleet.close))
-            measured = await self.ends.of(self._perform(scratch, servers, keys, remote, fleet))
-            await self.ends.closing(remote.stop)()
+        ends = FirstCause(processes.watched)
+        keep = partial(kept_traceback, log=scratch / "controller.log")
+        async with closing_all(ends, processes, f"; logs are in {scratch}", keep) as closers:
+            closers.push_async_callback(ends.closing(remote.close))
+            closers.push_async_callback(ends.closing(fleet.close))
+            measured = await ends.of(self._measured(scratch, processes, remote, fleet))
+            await ends.closing(remote.stop)()
         return measured
 
-    async def _perform(
-        self,
-        scratch: Path,
-        servers: Sequence[ServerProcess],
-        keys: RunKeys,
-        remote: RemoteLearner,
-        fleet: Fleet,
+    def _learner(self, scratch: Path, controller: str, keys: RunKeys) -> LearnerProcess:
+        learner = self.config.learner
+        command = learner_command(scratch / RESOLVED, learner, ["--controller", controller])
+        log, gpus = scratch / "learner.log", self.placement.visible(LEARNER)
+        return LearnerProcess(command, log, learner.threads, keys.ranks, gpus)
+
+    async def _measured(
+        self, scratch: Path, processes: Processes, remote: RemoteLearner, fleet: Fleet
     ) -> MeasuredMismatch:
         """Start everything and measure."""
         config = self.config
         self._say(*(f"note: {line}" for line in self.prepared.notes))
         if config.student.urls:  # checked before anything is started
             await self._join(fleet)
-        resolved = scratch / RESOLVED
-        resolved.write_text(dump_config(config), encoding="utf-8")
-        command = learner_command(resolved, config.learner, ["--controller", remote.address])
-        log, threads = scratch / "learner.log", config.learner.threads
-        gpus = self.placement.visible(LEARNER)
-        learner = LearnerProcess(command, log, threads, keys.ranks, gpus)
-        self.processes = Processes(servers, learner)
+        (scratch / RESOLVED).write_text(dump_config(config), encoding="utf-8")
         self._say(
-            f"starting {len(servers)} SGLang servers and a learner of "
+            f"starting {len(processes.servers)} SGLang servers and a learner of "
             f"{config.learner.parallel.world_size} ranks"
         )
-        await start_all(config, self.processes, {STUDENT: fleet}, remote, self._say)
+        await start_all(config, processes, {STUDENT: fleet}, remote, self._say)
         if not config.student.urls:
             await self._join(fleet)
-        health = HealthGuard(self.processes.watched(), watched_engines({STUDENT: fleet}))
+        health = HealthGuard(processes.watched(), watched_engines({STUDENT: fleet}))
         guard = RunGuard(lambda: health, remote)
         return await while_alive(guard, self._with_same_weights(fleet, remote))
 
@@ -223,17 +200,8 @@ class MismatchRun:
         weight_sync = WeightSync(fleet, remote, transport, config.weight_sync)
         await weight_sync.open()
         await weight_sync.sync(VERSION)
-        sampler = RolloutGenerator(
-            fleet,
-            config.rollout,
-            config.estimator.support,
-            self.prepared.student.vocab_size,
-            f"mismatch-{uuid.uuid4().hex[:8]}",
-            stop_token_ids=self.prepared.ends.ids,
-            routed_experts=config.learner.replays_experts,
-            routed_gates=config.learner.replays_gates,
-            seed=config.run.seed,
-        )
+        vocab_size, run_id = self.prepared.student.vocab_size, f"mismatch-{uuid.uuid4().hex[:8]}"
+        sampler = RolloutGenerator(config, fleet, vocab_size, run_id, self.prepared.ends.ids)
         try:
             measured = await measure(
                 config,

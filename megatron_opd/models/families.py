@@ -2,7 +2,8 @@
 
 A row names the parameter inside a layer in both spellings of Megatron-Core (local modules, and
 TransformerEngine, which fuses a norm into the linear layer after it) and the Hugging Face tensors
-it holds. Nothing else in the project knows a parameter name. Torch-free.
+it holds. Their shapes are in tensors.py, SGLang's own names in sglang_bridge/server/pieces.py, and
+those of what is never quantised in sglang_bridge/weights/formats.py. Torch-free.
 """
 
 from __future__ import annotations

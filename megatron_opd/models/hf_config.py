@@ -1,4 +1,4 @@
-"""Fills in what config.json leaves out, and settles what it says twice, as transformers 5 does.
+"""Fills in what config.json leaves out, and decides what it says twice, as transformers 5 does.
 
 Its configuration classes are the reference; tests/unit/models/test_hf_config.py compares. Nothing
 here imports them, as they take seconds to load. Torch-free.

@@ -1,7 +1,7 @@
 """Declares why a sample can be dropped: the word that is counted, its meaning, what to do about it.
 
-A word is a key of `samples_dropped` in summary.json. `opd check` prints those that a run can have,
-docs/drops.md all of them.
+A word is a key of `samples_dropped` in summary.json; controller/pipeline.py counts every drop.
+`opd check` prints those that a run can have, docs/drops.md all of them.
 """
 
 from __future__ import annotations
@@ -55,8 +55,14 @@ ROLLOUT_TIMED_OUT = _drop(
 STUDENT_UNREACHABLE = _drop(
     "student_unreachable",
     "any",
-    "no student server could be reached in all attempts",
+    "every attempt failed, the last because no student server could be reached",
     "see logs/student*.log and the network to student.urls",
+)
+STUDENT_UNAVAILABLE = _drop(
+    "student_unavailable",
+    "any",
+    "every attempt failed, the last because a student server answered 429 or 5xx",
+    "see logs/student*.log; lower rollout.concurrency, add student servers, raise rollout.attempts",
 )
 OVERLONG = _drop(
     "overlong",
@@ -67,13 +73,13 @@ OVERLONG = _drop(
 TEACHER_UNREACHABLE = _drop(
     "teacher_unreachable",
     "teacher",
-    "no connection to a teacher server held in all attempts",
+    "every attempt failed, the last because no connection to a teacher server held",
     "see logs/teacher*.log and the network to the teacher's urls",
 )
 TEACHER_UNAVAILABLE = _drop(
     "teacher_unavailable",
     "teacher",
-    "a teacher server answered 429 or 5xx, or gave the request up, in all attempts",
+    "every attempt failed, the last because a teacher server answered 429 or 5xx, or gave it up",
     "lower scoring.concurrency, add teacher servers, raise scoring.attempts",
 )
 TEACHER_TIMED_OUT = _drop(

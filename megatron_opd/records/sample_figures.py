@@ -54,10 +54,10 @@ class ScoreShape:
 
     def joined(self, other: ScoreShape) -> ScoreShape:
         """Describe both lots of scores together (Chan, Golub, LeVeque 1979)."""
-        rows, apart = self.rows + other.rows, other.mean - self.mean
+        rows, difference = self.rows + other.rows, other.mean - self.mean
         return ScoreShape(
             rows,
-            self.mean + apart * other.rows / rows,
-            self.squares + other.squares + apart**2 * self.rows * other.rows / rows,
+            self.mean + difference * other.rows / rows,
+            self.squares + other.squares + difference**2 * self.rows * other.rows / rows,
             self.near_uniform + other.near_uniform,
         )

@@ -297,3 +297,16 @@ class LearnerTurn(Protocol):
     async def take_back(self) -> None:
         """Return once no update is running; none begins before this weight sync is done."""
         ...
+
+
+class Alone:
+    """Stands for the turn where nothing trains besides; implements LearnerTurn."""
+
+    def release(self) -> None:
+        """Do nothing: nobody waits for the learner."""
+
+    async def take_back(self) -> None:
+        """Return at once: no update is running."""
+
+
+ALONE = Alone()

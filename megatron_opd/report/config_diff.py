@@ -10,6 +10,7 @@ from typing import Any, cast
 from pydantic import ValidationError
 from pydantic_core import PydanticUndefined
 
+from megatron_opd.config.digests import flat
 from megatron_opd.config.plain_yaml import dump_plain
 from megatron_opd.config.schema import Config
 from megatron_opd.config.section import Section
@@ -57,8 +58,8 @@ def resolve(tree: Mapping[str, Any]) -> Resolved:
     try:
         config = Config.model_validate(tree)
     except ValidationError:
-        flat = dict(_leaves("", tree))
-        return Resolved(flat, {}, None, tree)
+        texts = {key: shown(value) for key, value in flat(tree).items()}
+        return Resolved(texts, {}, None, tree)
     found = {key: (shown(value), shown(default)) for key, value, default in _compared("", config)}
     values = {key: value for key, (value, _) in found.items()}
     defaults = {key: default for key, (_, default) in found.items()}
@@ -140,11 +141,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, str | int | float | bool | dict | None) or value is PydanticUndefined:
         return cast(Any, value)
     return str(value)
-
-
-def _leaves(prefix: str, tree: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    for key, value in tree.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(f"{prefix}{key}.", cast(dict[str, Any], value))
-        else:
-            yield f"{prefix}{key}", shown(value)

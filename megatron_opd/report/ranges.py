@@ -14,7 +14,7 @@ LAST = 0.25
 """Share of the updates, the last ones, that are looked at: a run may begin outside."""
 MOSTLY = 0.5
 """Share of these that must be outside."""
-TOLD_OTHERWISE = ("window_learner_idle_ratio", "window_sampler_idle_ratio", "without_signal")
+HAVE_OWN_RULES = ("window_learner_idle_ratio", "window_sampler_idle_ratio", "without_signal")
 """Columns about which report/findings.py has rules of its own."""
 
 
@@ -31,7 +31,7 @@ def outside(table: Table) -> Iterator[Outside]:
     last = table.update_R >= np.quantile(table.update_R, 1 - LAST) if len(table) else []
     for column, values in table.columns.items():
         metric = metric_of(column)
-        if metric is None or metric.healthy is None or column in TOLD_OTHERWISE:
+        if metric is None or metric.healthy is None or column in HAVE_OWN_RULES:
             continue
         found = values[last]
         found = found[np.isfinite(found)]

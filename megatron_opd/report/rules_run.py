@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megatron_opd.records.drops import DROPS
 from megatron_opd.report.facts import FEW_UPDATES, Facts, Finding
 
 DROPPED = 0.01
@@ -54,13 +55,13 @@ def dropped(facts: Facts) -> Iterator[Finding]:
     dropped, samples = facts.figure("dropped_samples"), facts.figure("samples_consumed")
     if dropped > 0 and dropped >= DROPPED * samples:
         summary = facts.run.summary or {}
-        by_reason = summary.get("samples_dropped")
-        reasons = ", ".join(map(str, by_reason)) if isinstance(by_reason, dict) else ""
+        by_word = summary.get("samples_dropped")
+        words = list(map(str, by_word)) if isinstance(by_word, dict) else []
+        remedies = [f"{word}: {DROPS[word].remedy}" for word in words if word in DROPS]
         yield Finding(
             "warning",
-            f"{dropped:.0f} samples were dropped" + (f" ({reasons})" if reasons else ""),
-            "the first of each reason is in the terminal's output; for time limits raise "
-            "request_timeout_s of the role, or add servers",
+            f"{dropped:.0f} samples were dropped" + (f" ({', '.join(words)})" if words else ""),
+            "; ".join(remedies) or "the first of each reason is in the terminal's output",
         )
 
 

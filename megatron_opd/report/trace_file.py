@@ -9,32 +9,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from pathlib import Path
-from typing import Any
-
-import msgspec
 
 from megatron_opd.metrics.intervals import BusyTime
 from megatron_opd.metrics.timeline import LEARNER, PIPELINE
+from megatron_opd.metrics.trace_events import ROW_NAME, TraceEvent, trace_event
 from megatron_opd.report.appended import AppendedLines
 
-MICROSECOND = 1e-6
 PAUSED = "paused"
 DROP = "drop: "
 MOST_DROPS = 1000
 """Times of drops that are kept, the first ones; all are counted."""
 _UPDATE = re.compile(r"update (\d{1,15})")
-
-
-class _Event(msgspec.Struct):
-    """Holds the parts of a trace event that are read here."""
-
-    ph: str
-    pid: int = 0
-    tid: int = 0
-    name: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
-    args: dict[str, Any] | None = None
 
 
 class TraceFile:
@@ -47,7 +32,6 @@ class TraceFile:
 
     def __init__(self, path: Path) -> None:
         self._lines = AppendedLines(path)
-        self._decode = msgspec.json.Decoder(_Event).decode
         self._forget()
 
     @property
@@ -81,36 +65,35 @@ class TraceFile:
         self.damaged = 0
 
     def _add(self, line: bytes) -> None:
-        text = line.strip(b", \t\r")
-        # counters are half of a trace, and tell nothing about stages
-        if text in (b"[", b"]", b"") or text.startswith(b'{"ph":"C"'):
-            return
+        if line.startswith(b'{"ph":"C"'):
+            return  # counters are half of a trace, and tell nothing about stages
         try:
-            event = self._decode(text)
-            stop_s = (event.ts + event.dur) * MICROSECOND
-            if event.ph == "M" and event.name == "process_name":
-                name = (event.args or {}).get("name")
-                self._rows[event.pid] = str(name)
-                self.busy.setdefault(str(name), BusyTime())
+            event = trace_event(line)
+            if event is None:
+                return
+            if event.name == ROW_NAME:
+                name = str(event.args.get("name"))
+                self._rows[event.pid] = name
+                self.busy.setdefault(name, BusyTime())
             elif event.ph == "X":
-                self._span(event, event.ts * MICROSECOND, stop_s)
+                self._span(event)
             elif event.ph == "i":
-                self._mark(event, stop_s)
-        except (msgspec.MsgspecError, ValueError, KeyError, RecursionError):
+                self._mark(event)
+        except (ValueError, KeyError):
             self.damaged += 1
 
-    def _span(self, event: _Event, start_s: float, stop_s: float) -> None:
+    def _span(self, event: TraceEvent) -> None:
         row = self._rows[event.pid]
         if event.name == PAUSED and event.tid == 0:
-            self.paused.setdefault(row, BusyTime()).add(start_s, stop_s)
+            self.paused.setdefault(row, BusyTime()).add(event.start_s, event.stop_s)
             return
-        self.busy[row].add(start_s, stop_s)
+        self.busy[row].add(event.start_s, event.stop_s)
         update = _UPDATE.fullmatch(event.name) if row == LEARNER else None
         if update is not None:
-            self.updates[int(update[1])] = stop_s
+            self.updates[int(update[1])] = event.stop_s
 
-    def _mark(self, event: _Event, now_s: float) -> None:
+    def _mark(self, event: TraceEvent) -> None:
         if self._rows[event.pid] == PIPELINE and event.name.startswith(DROP):
             self.drops[event.name.removeprefix(DROP)] += 1
             if len(self.drops_s) < MOST_DROPS:
-                self.drops_s.append(now_s)
+                self.drops_s.append(event.start_s)

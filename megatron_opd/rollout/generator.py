@@ -9,12 +9,11 @@ from typing import Protocol
 
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.schema import Config
-from megatron_opd.config.sections import RolloutConfig
-from megatron_opd.config.supports import Support
 from megatron_opd.records.drops import (
     ABORTED,
     EMPTY_RESPONSE,
     ROLLOUT_TIMED_OUT,
+    STUDENT_UNAVAILABLE,
     STUDENT_UNREACHABLE,
 )
 from megatron_opd.records.seeds import ROLLOUT, derived_seed
@@ -24,9 +23,9 @@ from megatron_opd.records.types import (
     Rollout,
     VersionSpan,
 )
-from sglang_bridge.errors import BadReply, RequestAborted, ServerUnreachable
+from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
-from sglang_bridge.retry import Backoff, is_unanswered, retried
+from sglang_bridge.retry import Backoff, is_unserved, retried
 
 
 class RolloutFleet(Protocol):
@@ -45,43 +44,35 @@ class RolloutGenerator:
     """Samples completions; the caller chooses how many are in flight.
 
     Args:
+        config: the behaviour distribution; the response limit and stop strings of prompts without
+            their own; which actions are cached at every response position, of which those that the
+            teacher selects are filled in at scoring time and the cache holds the path alone until
+            then. Prompt i is sampled by the run's seed and i alone, unless rollout.seeded is false.
         fleet: the student servers.
-        rollout: temperature and top_p, the behaviour distribution; the response limit and stop
-            strings of prompts without their own.
-        support: which actions are cached at every response position. One that the teacher owns
-            is filled at scoring time; until then the cache holds the path alone.
         vocab_size: ids the student can sample.
         run_id: makes request names unique on servers that outlive a run.
-        stop_token_ids: the ids that end a response; a server may know only some of them itself.
-        routed_experts: whether rollouts bring theirs. routed_gates: and their weights.
-        sample: asks the servers in place of the fleet, for arrays that are kept elsewhere.
-        seed: the run's; prompt i is sampled by it and i alone, unless rollout.seeded is false.
+        end_ids: the ids that end a response; a server may know only some of them itself.
+        elsewhere: asks the servers in place of the fleet, for arrays that are kept elsewhere.
     """
 
     def __init__(
         self,
+        config: Config,
         fleet: RolloutFleet,
-        rollout: RolloutConfig,
-        support: Support,
         vocab_size: int,
         run_id: str,
-        stop_token_ids: tuple[int, ...] = (),
-        routed_experts: bool = False,
-        routed_gates: bool = False,
-        seed: int = 0,
-        sample: Sampler | None = None,
+        end_ids: tuple[int, ...],
+        elsewhere: Sampler | None = None,
     ) -> None:
-        self._sample = sampled_by(fleet) if sample is None else sample
-        self._rollout = rollout
+        self._fleet, self._elsewhere = fleet, elsewhere
+        self._rollout, self._learner, self._seed = config.rollout, config.learner, config.run.seed
+        support = config.estimator.support
         ours = support.owner == "student"
         self._num_atoms = support.num_atoms(vocab_size) if ours else 0
         self._num_draws = support.num_draws if ours else 0
         self._thin = support.thins
-        self._run_id = run_id
-        self._stop_token_ids = stop_token_ids
-        self._routed_experts, self._routed_gates = routed_experts, routed_gates
-        self._seed = seed
-        self._backoff = Backoff(rollout.attempts)
+        self._run_id, self._end_ids = run_id, end_ids
+        self._backoff = Backoff(config.rollout.attempts)
         self._numbers = itertools.count()
 
     async def generate(self, prompt: Prompt) -> AnyRollout:
@@ -97,13 +88,13 @@ class RolloutGenerator:
         (sglang_bridge/deadlines.py).
 
         Raises RolloutRejected for a request that the server aborted, an empty response, and when
-        no try was answered: one prompt that no server can sample must not end a run, and where
-        all are dropped the controller does. Every other failure is re-raised: servers that answer
-        wrongly must stop the run.
+        no try was served (no answer, 429, 5xx): one prompt that no server can sample must not end
+        a run, and where all are dropped the controller does. Every other failure is re-raised:
+        servers that answer wrongly must stop the run.
         """
         try:
             return await retried(
-                lambda earlier: self._once(prompt, earlier), self._backoff, is_unanswered
+                lambda earlier: self._once(prompt, earlier), self._backoff, is_unserved
             )
         except RequestAborted as error:
             raise RolloutRejected(ABORTED, str(error)) from error
@@ -111,11 +102,24 @@ class RolloutGenerator:
             raise RolloutRejected(
                 ROLLOUT_TIMED_OUT if error.timed_out else STUDENT_UNREACHABLE, str(error)
             ) from error
+        except ServerRefused as error:
+            if not is_unserved(error):
+                raise
+            raise RolloutRejected(STUDENT_UNAVAILABLE, str(error)) from error
 
-    def _once(self, prompt: Prompt, restarts: int) -> Awaitable[AnyRollout]:
+    async def _once(self, prompt: Prompt, restarts: int) -> AnyRollout:
+        request = self._request(prompt)
+        if self._elsewhere is not None:
+            return await self._elsewhere(prompt, request, restarts)
+        clock = asyncio.get_running_loop().time
+        started_s = clock()
+        reply = await self._fleet.generate(request)
+        return as_rollout(prompt, request, reply, started_s, clock(), restarts)
+
+    def _request(self, prompt: Prompt) -> RolloutRequest:
         seeded = self._rollout.seeded
         seed = derived_seed(self._seed, ROLLOUT, prompt.uid) if seeded else None
-        request = RolloutRequest(
+        return RolloutRequest(
             # a name of its own: the server may still be busy with a try that was lost or thrown
             # away; none begins with another, which SGLang would abort along with it
             rid=f"{self._run_id}-{prompt.uid}-{next(self._numbers)}.",
@@ -127,25 +131,12 @@ class RolloutGenerator:
             num_draws=self._num_draws,
             thin=self._thin,
             record=True,
-            experts=self._routed_experts,
-            gates=self._routed_gates,
-            stop_token_ids=self._stop_token_ids,
+            experts=self._learner.replays_experts,
+            gates=self._learner.replays_gates,
+            stop_token_ids=self._end_ids,
             stop=tuple(dict.fromkeys((*self._rollout.stop, *prompt.stop))),
             seed=seed,
         )
-        return self._sample(prompt, request, restarts)
-
-
-def sampled_by(fleet: RolloutFleet) -> Sampler:
-    """Return what samples from a fleet, and keeps the arrays in this process."""
-
-    async def sample(prompt: Prompt, request: RolloutRequest, restarts: int) -> Rollout:
-        clock = asyncio.get_running_loop().time
-        started_s = clock()
-        reply = await fleet.generate(request)
-        return as_rollout(prompt, request, reply, started_s, clock(), restarts)
-
-    return sample
 
 
 def as_rollout(
@@ -176,27 +167,4 @@ def as_rollout(
         restarts=restarts,
         experts_XLk=reply.experts_XLk,
         gates_XLk=reply.gates_XLk,
-    )
-
-
-def make_generator(
-    config: Config,
-    fleet: RolloutFleet,
-    vocab_size: int,
-    run_id: str,
-    end_ids: tuple[int, ...],
-    sample: Sampler | None = None,
-) -> RolloutGenerator:
-    """Make what samples rollouts from `fleet`. end_ids: the ids that end a response."""
-    return RolloutGenerator(
-        fleet,
-        config.rollout,
-        config.estimator.support,
-        vocab_size,
-        run_id,
-        stop_token_ids=end_ids,
-        routed_experts=config.learner.replays_experts,
-        routed_gates=config.learner.replays_gates,
-        seed=config.run.seed,
-        sample=sample,
     )

@@ -25,15 +25,10 @@ class TeacherAsk(msgspec.Struct, frozen=True):
 
 def asked_of(rollout: Rollout, ask: TeacherAsk) -> ScoreRequest:
     """Ask for the scores of a rollout's cached ids."""
-    return score_request(
-        ask.rid,
-        rollout.prompt.token_ids_P,
-        rollout.response_ids_T,
-        rollout.draws,
-        temperature=ask.temperature,
-        num_atoms=ask.num_atoms,
-        num_draws=ask.num_draws,
-        seed=ask.seed,
+    prompt_ids_P, ids_T = rollout.prompt.token_ids_P, rollout.response_ids_T
+    plain = score_request(ask.rid, prompt_ids_P, ids_T, rollout.draws, ask.temperature)
+    return msgspec.structs.replace(
+        plain, num_atoms=ask.num_atoms, num_draws=ask.num_draws, seed=ask.seed
     )
 
 
@@ -42,11 +37,8 @@ def score_request(
     prompt_ids_P: IntArray,
     response_ids_T: IntArray,
     cached: DrawCache,
-    *,
     temperature: float,
-    num_atoms: int = 0,
-    num_draws: int = 0,
-    seed: int | None = None,
+    *,
     exact: bool = False,
 ) -> ScoreRequest:
     """Ask for log q of every cached id at its position; the rest is ScoreRequest's."""
@@ -57,8 +49,5 @@ def score_request(
         offsets_T1=cached.offsets_T1,
         ids_N=cached.ids_N,
         temperature=temperature,
-        num_atoms=num_atoms,
-        num_draws=num_draws,
-        seed=seed,
         exact=exact,
     )

@@ -1,6 +1,6 @@
 """Turns a Rollout into a Sample with the teacher's log-prob of every cached id, or drops it.
 
-A score that cannot be used (scored.py) drops its sample with a counted reason. So does a verifier
+A score that cannot be used (scores.py) drops its sample with a counted reason. So does a verifier
 that fails.
 scoring.attempts counts every try of a sample, over all servers; no lower layer retries.
 """
@@ -12,10 +12,8 @@ from functools import lru_cache
 from typing import Protocol, TypeVar
 
 from megatron_opd.buffer.rejection import ScoreRejected
-from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.roles import Role, teacher_roles
 from megatron_opd.config.schema import Config
-from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.records.drops import (
     NO_ANSWER,
@@ -28,11 +26,10 @@ from megatron_opd.records.drops import (
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.seeds import SCORE, derived_seed
 from megatron_opd.records.types import AnyRollout, AnySample, HeldRollout, HeldSample, Sample
-from megatron_opd.rollout.overlong import Length, judged_length
+from megatron_opd.rollout.overlong import judged_length
 from megatron_opd.rollout.score_requests import TeacherAsk, asked_of
 from megatron_opd.rollout.scores import scored, unscored
 from sglang_bridge.errors import BadReply, BridgeError, ServerUnreachable
-from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import ScoreReply, ScoreRequest
 from sglang_bridge.retry import Backoff, is_transient, retried
 
@@ -61,46 +58,36 @@ class FleetScorer:
     """Scores rollouts on the teachers' servers; the caller chooses how many are in flight.
 
     Args:
-        fleets: the servers of every teacher, by the name that prompts know it by; empty where the
-            estimator reads none.
-        estimator: whether teacher and reward are read, and what the teacher selects.
+        config: whether teacher and reward are read, and what the teacher selects; what a response's
+            length does to it; how often a score is tried before its sample is dropped.
+        fleets: the servers of every teacher that the estimator reads; others are left alone.
         vocab_size: ids of the student. A teacher may have more, and what it selects itself may be
             one of them, of which the student has no log-prob: that sample is dropped and counted.
-        scoring: temperature, and how often a score is tried before its sample is dropped.
         run_id: makes request names unique.
-        lengths: what a response's length does to it; None: nothing.
         reward: the verifier, called once for every rollout.
-        backoff: overrides the waits between tries.
-        seed: the run's; of what the teacher draws for a prompt, see ScoreRequest.
         elsewhere: scores what a data worker holds, in one try at one of a fleet's servers.
     """
 
     def __init__(
         self,
-        fleets: Mapping[str, ScoreFleet],
-        estimator: Estimator,
+        config: Config,
+        fleets: Mapping[Role, ScoreFleet],
         vocab_size: int,
-        scoring: ScoringConfig,
         run_id: str,
         reward: Reward | None = None,
-        backoff: Backoff | None = None,
-        seed: int = 0,
-        lengths: Callable[[AnyRollout], Length] | None = None,
         elsewhere: Elsewhere | None = None,
     ) -> None:
-        self._elsewhere = elsewhere
+        self._config, self._vocab_size = config, vocab_size
+        self._fleets = {name: fleets[role] for name, role in teacher_roles(config).items()}
+        self._run_id, self._reward, self._elsewhere = run_id, reward, elsewhere
         # asked for every sample, and prompts have few weights
+        estimator = config.estimator
         self._needs_teacher = lru_cache(estimator.needs_teacher)
         self._needs_reward = lru_cache(estimator.needs_reward)
-        self._lengths = lengths
-        self._fleets, self._seed, self._vocab_size = fleets, seed, vocab_size
         theirs = estimator.support.owner == "teacher"
         self._num_atoms = estimator.support.num_atoms(vocab_size) if theirs else 0
         self._num_draws = estimator.support.num_draws if theirs else 0
-        self._temperature = scoring.temperature
-        self._run_id = run_id
-        self._reward = reward
-        self._backoff = Backoff(scoring.attempts) if backoff is None else backoff
+        self._backoff = Backoff(config.scoring.attempts)
 
     async def score(self, rollout: AnyRollout) -> AnySample:
         """Return a Sample with log q of every id in rollout.draws, and the reward.
@@ -108,7 +95,8 @@ class FleetScorer:
         Raises ScoreRejected. No teacher is asked where no loss would read its scores. Where the
         support is the teacher's, its selection replaces rollout.draws.
         """
-        length = Length() if self._lengths is None else self._lengths(rollout)
+        limit = rollout.prompt.max_new_tokens or self._config.rollout.max_new_tokens
+        length = judged_length(self._config.selection.overlong, rollout, limit)
         reward, prompt = await self._judged(rollout), rollout.prompt
         needed = self._needs_teacher(prompt.reward_weight, prompt.teacher_weight)
         asks = needed and not length.masked
@@ -144,10 +132,10 @@ class FleetScorer:
         uid = rollout.prompt.uid
         return TeacherAsk(
             f"{self._run_id}-score-{uid}",
-            self._temperature,
+            self._config.scoring.temperature,
             self._num_atoms,
             self._num_draws,
-            derived_seed(self._seed, SCORE, uid),
+            derived_seed(self._config.run.seed, SCORE, uid),
             self._vocab_size,
         )
 
@@ -173,35 +161,3 @@ def _reason(error: BridgeError) -> str:
     if not is_transient(error):
         return TEACHER_REFUSED
     return TEACHER_UNREACHABLE if isinstance(error, ServerUnreachable) else TEACHER_UNAVAILABLE
-
-
-def make_scorer(
-    config: Config,
-    fleets: Mapping[Role, Fleet],
-    vocab_size: int,
-    run_id: str,
-    reward: Reward | None,
-    elsewhere: Elsewhere | None = None,
-) -> FleetScorer:
-    """Make what scores rollouts on the teachers' fleets."""
-    return FleetScorer(
-        {name: fleets[role] for name, role in teacher_roles(config).items()},
-        config.estimator,
-        vocab_size,
-        config.scoring,
-        run_id,
-        reward=reward,
-        seed=config.run.seed,
-        lengths=make_lengths(config),
-        elsewhere=elsewhere,
-    )
-
-
-def make_lengths(config: Config) -> Callable[[AnyRollout], Length]:
-    """Make what judges the length of a response."""
-    overlong, limit = config.selection.overlong, config.rollout.max_new_tokens
-
-    def length(rollout: AnyRollout) -> Length:
-        return judged_length(overlong, rollout, rollout.prompt.max_new_tokens or limit)
-
-    return length

@@ -14,14 +14,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import numpy as np
 
 from megatron_opd.metrics.teacher_health import score_problem
 from megatron_opd.records.sample_figures import ScoreShape
-from megatron_opd.records.types import FloatArray, Prompt
+from megatron_opd.records.types import FloatArray, IntArray, Prompt
 from megatron_opd.rollout.score_requests import score_request
 from sglang_bridge.errors import BadReply
 from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
@@ -135,11 +134,13 @@ async def probe(
         draws = reply.draws
         if draws is None:
             raise BadReply(f"{server.url}: request {name}-{index} came back without draws")
-        ask = partial(score_request, temperature=temperature, exact=True)
-        answer = reply.output_ids_T, draws
-        request = ask(f"{name}-{index}-score", prompt.token_ids_P, *answer)
-        beginning_P = prompt.token_ids_P[:PASSAGE_PROMPT]
-        passages[index] = ask(f"{name}-{index}-passage", beginning_P, *answer)
+
+        def asked(what: str, prompt_ids_P: IntArray) -> ScoreRequest:
+            rid, ids_T = f"{name}-{index}-{what}", reply.output_ids_T
+            return score_request(rid, prompt_ids_P, ids_T, draws, temperature, exact=True)
+
+        request = asked("score", prompt.token_ids_P)
+        passages[index] = asked("passage", prompt.token_ids_P[:PASSAGE_PROMPT])
         scores = await retried(lambda _: server.score(request), backoff)
         return draws.sampler_logp_N, scores.logp_N, scores.logp_N[draws.path_T]
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import uuid
 from collections.abc import Awaitable, Callable, Mapping
+from typing import Literal
 
 import numpy as np
 
 from megatron_opd.buffer.rejection import SamplesLost
-from megatron_opd.config.metrics import MetricsConfig
+from megatron_opd.config.roles import STUDENT, Role, teacher_roles
+from megatron_opd.config.schema import Config
 from megatron_opd.metrics.opd_health import PREFIX, ScoredSelection, measure
 from megatron_opd.records.seeds import HEALTH, derived_seed
 from megatron_opd.records.types import AnySample, Batch, IntArray, Rollout, Sample, sample_here
@@ -41,41 +44,32 @@ class HealthProbe:
     """Measures every so many updates how student and teacher agree on some of a batch.
 
     Args:
-        student: the student's servers.
-        teachers: the servers of every teacher, by the name that prompts know it by.
-        settings: how often, on how many responses, on how many likeliest ids.
-        temperatures: of the student's distribution and the teachers'.
-        end_ids: ids that end a response.
+        config: how often, on how many responses, on how many likeliest ids (metrics.health_*).
+        fleets: the servers of the student and of every teacher.
         vocab_size: ids of the student, of which no more can be asked for.
-        name: makes request names unique.
-        seed: the run's, of what deterministic servers draw.
+        end_ids: ids that end a response.
         whole: returns a sample with its arrays. SamplesLost: they are gone.
     """
 
     def __init__(
         self,
-        student: ScoreFleet,
-        teachers: Mapping[str, ScoreFleet],
-        settings: MetricsConfig,
-        temperatures: tuple[float, float],
-        end_ids: frozenset[int],
+        config: Config,
+        fleets: Mapping[Role, ScoreFleet],
         vocab_size: int,
-        name: str,
-        seed: int = 0,
+        end_ids: frozenset[int],
         whole: Whole = here,
     ) -> None:
-        self._whole = whole
-        self._student, self._teachers = student, dict(teachers)
-        self._every, self._samples = settings.health_every, settings.health_samples
-        self._top_k = min(settings.health_top_k, vocab_size)
-        self._temperatures, self._end_ids = temperatures, end_ids
-        self._name, self._seed = name, seed
+        self._config, self._end_ids, self._whole = config, end_ids, whole
+        self._student = fleets[STUDENT]
+        self._teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
+        self._top_k = min(config.metrics.health_top_k, vocab_size)
+        self._run_id = uuid.uuid4().hex[:8]
         self._task: asyncio.Task[dict[str, float | int | None]] | None = None
         self._warned = False
 
     def start(self, batch: Batch) -> None:
         """Begin to measure a batch if it is its turn and the one before is done."""
-        if self._task is None and batch.update % self._every == 0:
+        if self._task is None and batch.update % self._config.metrics.health_every == 0:
             self._task = asyncio.get_running_loop().create_task(
                 self._columns(batch), name="teacher health"
             )
@@ -97,14 +91,16 @@ class HealthProbe:
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
-            chosen = [await self._whole(sample) for sample in batch.samples[: self._samples]]
+            first = batch.samples[: self._config.metrics.health_samples]
+            chosen = [await self._whole(sample) for sample in first]
             responses = await asyncio.gather(*(self.score(sample.rollout) for sample in chosen))
         except (BridgeError, SamplesLost) as error:
             if not self._warned:
                 self._warned = True
                 logger.warning(
                     "update %d: its health was not measured (%s); more of this kind are not told",
-                    *(batch.update, error),
+                    batch.update,
+                    error,
                 )
             return {}
         figures = measure(responses, self._top_k, self._end_ids)
@@ -115,29 +111,24 @@ class HealthProbe:
         """Return what the student, and then its teacher, say of one response. BridgeError."""
         tokens = rollout.num_response_tokens
         given = np.array(sorted(self._end_ids), dtype=np.int32)
-        student = await self._select(
-            *(self._student, "student", rollout, self._temperatures[0]),
-            np.arange(tokens + 1, dtype=np.int64) * len(given),
-            np.tile(given, tokens),
-        )
-        fleet = self._teachers[rollout.prompt.teacher]
-        teacher = await self._select(
-            *(fleet, "teacher", rollout, self._temperatures[1]), student.offsets_T1, student.ids_N
-        )
+        offsets_T1 = np.arange(tokens + 1, dtype=np.int64) * len(given)
+        student = await self._select("student", rollout, offsets_T1, np.tile(given, tokens))
+        teacher = await self._select("teacher", rollout, student.offsets_T1, student.ids_N)
         return ScoredSelection(student, teacher)
 
     async def _select(
         self,
-        fleet: ScoreFleet,
-        role: str,
+        whom: Literal["student", "teacher"],
         rollout: Rollout,
-        temperature: float,
         offsets_T1: OffsetArray,
         ids_N: IntArray,
     ) -> Selection:
-        prompt = rollout.prompt
+        prompt, config = rollout.prompt, self._config
+        fleet, temperature = self._student, config.rollout.temperature
+        if whom == "teacher":
+            fleet, temperature = self._teachers[prompt.teacher], config.scoring.temperature
         request = ScoreRequest(
-            rid=f"{self._name}-health-{role}-{prompt.uid}",
+            rid=f"{self._run_id}-health-{whom}-{prompt.uid}",
             input_ids=np.concatenate([prompt.token_ids_P, rollout.response_ids_T]),
             num_prompt_tokens=len(prompt.token_ids_P),
             offsets_T1=offsets_T1,
@@ -145,7 +136,7 @@ class HealthProbe:
             temperature=temperature,
             num_atoms=self._top_k,
             num_draws=DRAWS,
-            seed=derived_seed(self._seed, HEALTH, prompt.uid),
+            seed=derived_seed(config.run.seed, HEALTH, prompt.uid),
         )
         reply = await fleet.score(request)
         if reply.selection is None:

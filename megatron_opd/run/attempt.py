@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-import uuid
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, nullcontext
 from dataclasses import dataclass, replace
@@ -17,21 +16,19 @@ from typing import Any
 import msgspec
 
 from megatron_opd.checkpoint.state_dirs import StepDirs
-from megatron_opd.config.roles import STUDENT, teacher_roles
-from megatron_opd.config.site_bounds import permits, staleness_bound
+from megatron_opd.config.roles import STUDENT
 from megatron_opd.controller.controller import Controller
-from megatron_opd.controller.garbage import collected_rarely, put_aside
+from megatron_opd.controller.garbage import freeze_objects, rare_collections
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.progress import make_display
 from megatron_opd.controller.schedule import make_schedule
 from megatron_opd.data.curriculum import CurriculumSource
-from megatron_opd.evaluation.evaluations import Evaluations
-from megatron_opd.evaluation.ports import Surroundings
+from megatron_opd.evaluation.evaluations import Evaluations, Surroundings
 from megatron_opd.evaluation.progress import EvaluationProgress
 from megatron_opd.evaluation.summary import summary_of
 from megatron_opd.fleet.guards import while_alive
-from megatron_opd.inputs.prepare import Prepared
-from megatron_opd.inputs.prompts import source_at, used_up
+from megatron_opd.inputs.prepared import Prepared
+from megatron_opd.inputs.prompts import drawn_lines, source_at, used_up
 from megatron_opd.inputs.sinks import make_sinks
 from megatron_opd.inputs.teachers import make_teacher_watch
 from megatron_opd.metrics.live_display import LiveDisplay
@@ -53,7 +50,7 @@ from megatron_opd.run.evaluations import (
     evaluations_in,
     port_of,
 )
-from megatron_opd.run.first_update import MismatchJudge
+from megatron_opd.run.first_update import OFF, MismatchJudge
 from megatron_opd.run.resume import Resumption, resumed_at, resumed_figures, state_of
 from megatron_opd.run.stages import Ready, Up
 from megatron_opd.run.work_watch import recorded_work
@@ -90,7 +87,7 @@ class Attempt:
     timeline: Timeline | None
     evaluations: Evaluations
     checkpoints: Checkpoints
-    judge: MismatchJudge
+    judge: MismatchJudge | None
     controller: Controller
 
     async def run(self) -> None:
@@ -100,14 +97,14 @@ class Attempt:
         with ready.stopping.after(self._preempted):
             serve_on = up.sampling.weights.serve_on(lambda: version, asyncio.Lock())
             await while_alive(up.guard, self.evaluations.again(), beside=serve_on)
-            await up.sampling.first(up.guard)
-            put_aside()
-            with collected_rarely(permits(ready.config)):
+            await up.sampling.wait_ready(up.guard)
+            freeze_objects()
+            with rare_collections(ready.config.permits):
                 async with self._work_recorded():
                     await controller.run()
             await while_alive(up.guard, self.checkpoints.finish())
         ready.say(*used_up(ready.config, controller.accounting.updates))
-        ready.say(*self.prepared.drawn_lines(ready.config))
+        ready.say(*drawn_lines(ready.config, self.prepared.train, self.prepared.heldout))
 
     def _preempted(self) -> None:
         """End training early, and evaluate nothing more: the run that continues does."""
@@ -123,8 +120,8 @@ class Attempt:
         """Return the keys of summary.json on the updates."""
         accounting, config = self.controller.accounting, self.ready.config
         return {
-            **summarise(self.totals, accounting, self.ready.wall_s(), staleness_bound(config)),
-            **self.judge.summary(),
+            **summarise(self.totals, accounting, self.ready.wall_s(), config.staleness_bound),
+            **(OFF if self.judge is None else self.judge.summary()),
             **summary_of(self.evaluations, None),
             **resumed_figures(self.beginning.resumed),
             "checkpoint_wait_s_mean": self.checkpoints.waited_s.value,
@@ -149,11 +146,8 @@ async def begin_attempt(
         await up.sampling.weights.sync(state.version)
     attempt = _made(ready, up, beginning)
     ready.summary.follow("attempt", attempt.figures)
-
-    async def close_files() -> None:
-        attempt.observers.close()
-
-    for close in (attempt.checkpoints.abandon, close_files, attempt.evaluations.abandon):
+    checkpoints, evaluations = attempt.checkpoints, attempt.evaluations
+    for close in (checkpoints.abandon, attempt.observers.close, evaluations.abandon):
         closers.push_async_callback(ready.ends.closing(close))
     return attempt
 
@@ -219,10 +213,10 @@ def _made(ready: Ready, up: Up, beginning: Beginning) -> Attempt:
     )
 
 
-def _make_judge(ready: Ready) -> MismatchJudge:
+def _make_judge(ready: Ready) -> MismatchJudge | None:
     experts, info = any(ready.prepared.student.spec.moe_layers), ready.remote.info
     gpu = info is not None and info.device != "cpu"
-    return MismatchJudge(ready.config, ready.say, experts=experts, gpu=gpu)
+    return MismatchJudge.of(ready.config, ready.say, experts=experts, gpu=gpu)
 
 
 def _curriculum(prepared: Prepared) -> CurriculumSource | None:
@@ -284,20 +278,12 @@ def _make_recorder(
 
 def _make_health_probe(ready: Ready, up: Up) -> HealthProbe | None:
     """Make what measures how student and teacher agree, if metrics.health_every asks for it."""
-    config, prepared, fleets = ready.config, ready.prepared, up.fleets
+    config, prepared = ready.config, ready.prepared
     if not config.metrics.health_every:
         return None
-    return HealthProbe(
-        fleets[STUDENT],
-        {name: fleets[role] for name, role in teacher_roles(config).items()},
-        config.metrics,
-        (config.rollout.temperature, config.scoring.temperature),
-        frozenset(prepared.ending.token_ids),
-        prepared.student.vocab_size,
-        name=uuid.uuid4().hex[:8],
-        seed=config.run.seed,
-        whole=here if up.pool is None else up.pool.sample,
-    )
+    end_ids, vocab_size = frozenset(prepared.ending.token_ids), prepared.student.vocab_size
+    whole = here if up.pool is None else up.pool.sample
+    return HealthProbe(config, up.fleets, vocab_size, end_ids, whole)
 
 
 def _extras(

@@ -9,7 +9,7 @@ from megatron_opd.batching.shares import shares
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.config.schema import Config
 from megatron_opd.data_workers.pool import WorkerPool, WorkersUnreachable
-from megatron_opd.metrics.mismatch_limits import Bound, ModelsDiffer
+from megatron_opd.metrics.mismatch_gap import Bound, ModelsDiffer
 from megatron_opd.records.types import AnySample, Batch, HeldSample
 from megatron_opd.run.first_update import MismatchJudge
 from megatron_opd.transport.messages import UpdateMetrics

@@ -87,7 +87,8 @@ class Checkpoints:
         self._evaluations = evaluations if config.checkpoint.keep_best else None
         self._last_s = time.monotonic()
         self._newest = updates
-        self._writing: asyncio.Task[None] | None = None
+        self._writing: list[asyncio.Task[None]] = []
+        """The checkpoint being written, if there is one."""
         self.waited_s = Mean()
         """Seconds that training waited for a checkpoint."""
         self.written_s = Mean()
@@ -106,9 +107,8 @@ class Checkpoints:
         in_background = self._config.async_save
         await self._learner.save_state(part / LEARNER, updates, in_background=in_background)
         self._newest = updates
-        self._writing = asyncio.create_task(
-            self._complete(part, updates, controller, run, started_s), name=f"checkpoint {updates}"
-        )
+        complete = self._complete(part, updates, controller, run, started_s)
+        self._writing.append(asyncio.create_task(complete, name=f"checkpoint {updates}"))
         if not in_background:
             await self.finish()
         self.waited_s.add(time.monotonic() - started_s)
@@ -138,16 +138,15 @@ class Checkpoints:
 
     async def abandon(self) -> None:
         """Drop the checkpoint being written, because the run ends for another reason."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
+        while self._writing:
+            writing = self._writing.pop()
             writing.cancel()
             await asyncio.gather(writing, return_exceptions=True)
 
     async def finish(self) -> None:
         """Wait until the checkpoint being written is complete."""
-        if self._writing is not None:
-            writing, self._writing = self._writing, None
-            await writing
+        while self._writing:
+            await self._writing.pop()
 
     async def _complete(
         self, part: Path, updates: int, controller: bytes, run: str, started_s: float

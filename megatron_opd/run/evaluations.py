@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping
 from megatron_opd.config.roles import STUDENT, Role
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.ports import Keeper, TakeState
-from megatron_opd.evaluation.evaluations import Evaluations
+from megatron_opd.evaluation.evaluations import Evaluations, Surroundings
 from megatron_opd.evaluation.measure import CompletionPort, FleetPort
-from megatron_opd.evaluation.ports import Surroundings
 from megatron_opd.evaluation.sets import evaluated_sets
-from megatron_opd.inputs.prepare import Prepared
+from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.metrics.observers import RunObserver
 from megatron_opd.metrics.types import Depths, WeightSyncReport
 from megatron_opd.records.types import Batch
@@ -51,7 +50,7 @@ def evaluations_before(
 
 def evaluations_in(config: Config, prepared: Prepared, run: Surroundings) -> Evaluations:
     """Make the evaluations of a run's held-out sets."""
-    sets = evaluated_sets(config, prepared)
+    sets = {} if prepared.judge is None else evaluated_sets(config, prepared.heldout)
     return Evaluations(config.evaluation, sets, prepared.judge, run, config.run.max_steps)
 
 

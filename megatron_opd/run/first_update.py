@@ -13,7 +13,8 @@ from typing import Any
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.extra_args import settings_of
-from megatron_opd.metrics.mismatch_limits import ENOUGH, Bound, MismatchGap, limits_of
+from megatron_opd.metrics.mismatch_gap import Bound, MismatchGap, MismatchLimits
+from megatron_opd.metrics.mismatch_limits import ENOUGH, limits_of
 from megatron_opd.transport.messages import UpdateMetrics
 
 NOT_JUDGED: dict[str, Any] = {
@@ -25,6 +26,8 @@ NOT_JUDGED: dict[str, Any] = {
     "first_mismatch_limit_k3_nats": None,
 }
 """What the summary of a run says whose first update was not judged."""
+OFF = NOT_JUDGED | {"first_mismatch_verdict": "off"}
+"""What the summary of a run without a judge says."""
 REMEDY = (
     "learner and servers compute different models. Compare what the servers loaded with "
     "student.model: its config.json (rope settings, eps), student.extra_args, missing tensors, "
@@ -35,17 +38,26 @@ REMEDY = (
 class MismatchJudge:
     """Judges the updates of one start until they had ENOUGH tokens of the learner's own version.
 
-    An update without any is not judged, and the next one is. say: tells the user.
+    An update without any is not judged, and the next one is. say: tells the user. refuses: before
+    the step of an update that exceeds the limits.
     """
 
     def __init__(
-        self, config: Config, say: Callable[[str], None], *, experts: bool, gpu: bool
+        self, limits: MismatchLimits, say: Callable[[str], None], *, refuses: bool
     ) -> None:
-        self._action, self._say = config.learner.mismatch_limit, say
-        settings = settings_of(config)
-        limits = limits_of(config, settings, experts=experts, gpu=gpu)
-        self._limits = None if self._action == "off" else limits
+        self._limits, self._say, self._refuses = limits, say, refuses
         self._seen, self._exceeded = MismatchGap(), False
+
+    @classmethod
+    def of(
+        cls, config: Config, say: Callable[[str], None], *, experts: bool, gpu: bool
+    ) -> MismatchJudge | None:
+        """Return the judge of a start; None: it is off, or the two sides cannot be compared."""
+        action = config.learner.mismatch_limit
+        limits = limits_of(config, settings_of(config), experts=experts, gpu=gpu)
+        if limits is None or action == "off":
+            return None
+        return cls(limits, say, refuses=action == "refuse")
 
     @property
     def bound(self) -> Bound | None:
@@ -53,7 +65,7 @@ class MismatchJudge:
 
         None: nothing, or it is judged afterwards.
         """
-        if self._limits is None or self._action != "refuse" or self._seen.tokens >= ENOUGH:
+        if not self._refuses or self._seen.tokens >= ENOUGH:
             return None
         return Bound(self._limits, self._seen)
 
@@ -67,27 +79,20 @@ class MismatchJudge:
 
     def see(self, update: int, metrics: UpdateMetrics) -> None:
         """Judge an update that was made, and tell the user when that says something new."""
-        tokens = metrics.mismatch_tokens
-        if self._limits is None or not tokens or self._seen.tokens >= ENOUGH or self._exceeded:
+        gap = _gap_of(metrics)
+        if not gap.tokens or self._seen.tokens >= ENOUGH or self._exceeded:
             return
-        assert metrics.probs_diff_mean is not None
-        assert metrics.mismatch_k3_nats is not None
         first = not self._seen.tokens
-        gap = MismatchGap(
-            tokens, tokens * metrics.probs_diff_mean, tokens * metrics.mismatch_k3_nats
-        )
         self._seen = self._seen.plus(gap)
         self._exceeded = not self._limits.allow(self._seen)
-        told = f"learner.mismatch_limit: at update {update}, {self._figures()}"
+        message = f"learner.mismatch_limit: at update {update}, {self._figures()}"
         if self._exceeded:
-            self._say(f"warning: {told}: {REMEDY}")
+            self._say(f"warning: {message}: {REMEDY}")
         elif first:
-            self._say(f"{told}: within limits")
+            self._say(f"{message}: within limits")
 
     def summary(self) -> dict[str, Any]:
         """Return what the run's summary says."""
-        if self._limits is None:
-            return NOT_JUDGED | {"first_mismatch_verdict": "off"}
         if not self._seen.tokens:
             return NOT_JUDGED
         most = self._limits.over(self._seen.tokens)
@@ -101,10 +106,18 @@ class MismatchJudge:
         }
 
     def _figures(self) -> str:
-        assert self._limits is not None
         seen, most = self._seen, self._limits.over(self._seen.tokens)
         return (
             f"|p_learner - p_sampler| is {seen.mean_abs_dp:.2g} on average (limit "
             f"{most.mean_abs_dp:.2g}) and k3 {seen.mean_k3_nats:.2g} nats (limit "
             f"{most.mean_k3_nats:.2g}) over {seen.tokens} tokens"
         )
+
+
+def _gap_of(metrics: UpdateMetrics) -> MismatchGap:
+    """Return what an update measured: nothing without a token of the learner's own version."""
+    tokens = metrics.mismatch_tokens
+    mean_dp, mean_k3 = metrics.probs_diff_mean, metrics.mismatch_k3_nats
+    if mean_dp is None or mean_k3 is None:
+        return MismatchGap()
+    return MismatchGap(tokens, tokens * mean_dp, tokens * mean_k3)

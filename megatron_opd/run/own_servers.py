@@ -9,12 +9,12 @@ from typing import Any
 from megatron_opd.config.roles import STUDENT, Role, teacher_roles
 from megatron_opd.controller.ports import Guard, RolloutEngine, TeacherScorer
 from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.data_workers.fleet_calls import sampled_by_workers, scored_by_workers
 from megatron_opd.data_workers.pool import WorkerPool
 from megatron_opd.data_workers.reward import make_reward
-from megatron_opd.data_workers.through import sampled_by_workers, scored_by_workers
 from megatron_opd.fleet.supervisor import Supervisor
-from megatron_opd.rollout.generator import make_generator
-from megatron_opd.rollout.scorer import make_scorer
+from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.run.stages import Ready
 from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.session import Lose, WeightSync
@@ -51,7 +51,7 @@ class OwnServers:
         self._opened = True
         await self.weights.open(used=self._used)
 
-    async def first(self, guard: Guard) -> None:
+    async def wait_ready(self, guard: Guard) -> None:
         """Return at once: the servers are there."""
 
     def engines(self) -> tuple[RolloutEngine, TeacherScorer]:
@@ -67,24 +67,24 @@ class OwnServers:
             score = scored_by_workers(pool, sizes)
         ends = prepared.ending.token_ids
         return (
-            make_generator(config, fleets[STUDENT], vocab_size, run_id, ends, sample),
-            make_scorer(config, fleets, vocab_size, run_id, reward, score),
+            RolloutGenerator(config, fleets[STUDENT], vocab_size, run_id, ends, sample),
+            FleetScorer(config, fleets, vocab_size, run_id, reward, score),
         )
 
     async def start_over(self, state: ControllerState) -> None:
         """Prepare for another learner. WeightSyncFailed: too few servers are left."""
         await self.weights.start_over()
 
-    async def part_with(self, url: str, drop: Callable[[], None]) -> str | None:
-        """Let a server go between two weight syncs, as WeightSync.part_with does."""
-        return await self.weights.part_with(url, drop)
+    async def remove_server(self, url: str, drop: Callable[[], None]) -> str | None:
+        """Let a server go between two weight syncs, as WeightSync.remove_server does."""
+        return await self.weights.remove_server(url, drop)
 
     async def farewell(self, outliving: Collection[str]) -> None:
         """Leave the group of servers that outlive this run."""
         if outliving:
             await self.weights.close()
 
-    async def heard(self) -> None:
+    async def farewell_received(self) -> None:
         """Return at once."""
 
     async def close(self, outliving: Collection[str]) -> None:

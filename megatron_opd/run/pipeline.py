@@ -16,7 +16,8 @@ from megatron_opd.config.roles import run_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import checked
 from megatron_opd.inputs.models import check_inputs_are_kept
-from megatron_opd.inputs.prepare import Prepared, prepare
+from megatron_opd.inputs.prepare import prepare
+from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.launch.keys import run_keys
 from megatron_opd.launch.machines import machines_of
 from megatron_opd.launch.servers import check_addresses

@@ -11,11 +11,10 @@ from rich.console import Console
 
 from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.config.roles import Role, section_of
-from megatron_opd.config.site_bounds import staleness_bound
 from megatron_opd.errors import checked
 from megatron_opd.fleet.ends import FirstCause
-from megatron_opd.inputs.prepare import Prepared
-from megatron_opd.inputs.prompt_order import KeptData, data_now
+from megatron_opd.inputs.kept_data import KeptData, data_now
+from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.launch.keys import role_key
 from megatron_opd.launch.machines import Machines
 from megatron_opd.launch.processes import Processes
@@ -84,7 +83,7 @@ def get_ready(
 
 def _figures(ready: Ready) -> dict[str, Any]:
     """Return the keys of summary.json for a run of which nothing has begun."""
-    bound = staleness_bound(ready.config)
+    bound = ready.config.staleness_bound
     return {
         **summarise(ready.new_totals(), NOT_STARTED, ready.wall_s(), bound),
         **NOT_JUDGED,

@@ -12,7 +12,7 @@ from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.checkpoint.state_dirs import StepDirs
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.errors import LoopFailed
-from megatron_opd.errors import PartGone, UserError
+from megatron_opd.errors import LearnerError, PartGone, UserError
 from megatron_opd.evaluation.progress import EvaluationProgress, rows_of
 from megatron_opd.fleet.budget import Budget
 from megatron_opd.fleet.startup import all_up
@@ -20,7 +20,7 @@ from megatron_opd.launch.processes import Processes
 from megatron_opd.run.attempt import Attempt, Beginning, begin_attempt
 from megatron_opd.run.resume import Resumption, find_resumption, state_of
 from megatron_opd.run.stages import Ready, Up
-from megatron_opd.transport.remote_learner import LearnerError, RemoteLearner
+from megatron_opd.transport.remote_learner import RemoteLearner
 from sglang_bridge.errors import WeightSyncFailed, one_line
 
 ResultT = TypeVar("ResultT")
@@ -97,7 +97,7 @@ def last_checkpoint(config: Config, began: Resumption | None = None) -> Resumpti
     return began if began is not None and began.path == found.path else found
 
 
-async def through_losses(
+async def with_recovery(
     attempt: Callable[[], Awaitable[ResultT]],
     recover: Callable[[], Awaitable[None]],
     lost: Callable[[Exception], Awaitable[bool]],
@@ -141,7 +141,7 @@ class Training:
 
     async def all_updates(self) -> Attempt:
         """Make them; return the attempt that made the last one."""
-        return await through_losses(self._attempt, self._recover, self._lost)
+        return await with_recovery(self._attempt, self._recover, self._lost)
 
     async def _attempt(self) -> Attempt:
         attempt = await begin_attempt(self._ready, self._up, self._beginning, self._closers)

@@ -28,7 +28,7 @@ from megatron_opd.data.file_sums import FileDifference, FilePart
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.errors import UserError
 from megatron_opd.evaluation.progress import EvaluationProgress, progress_from
-from megatron_opd.inputs.prompt_order import COST, TRAIN_KEY, Begun, KeptData, compared, read_kept
+from megatron_opd.inputs.kept_data import COST, TRAIN_KEY, Begun, KeptData, compared, read_kept
 from megatron_opd.metrics.persist import restore_totals
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.run.checkpoints import CONTROLLER, RUN
@@ -317,7 +317,8 @@ def changes_of(config: Config, accepted: Sequence[str]) -> dict[str, tuple[Any, 
     before: as the run in run.dir has it.
     """
     run_dir = RunDir(config.run.dir)
-    old, new = flat(load_config(Config, run_dir.resolved_config)), flat(config)
+    both = load_config(Config, run_dir.resolved_config), config
+    old, new = (flat(each.model_dump(mode="json")) for each in both)
     differing = [key for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)]
     differing = [key for key in differing if not matches(key, MAY_CHANGE)]
     for key in accepted:
@@ -362,3 +363,30 @@ def resumed_at(resumed: Resumption | None) -> list[int]:
     if resumed is None:
         return []
     return [*resumed.extras["resumed_at_updates"], resumed.state.updates]
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Says how a run begins. overwrite: what an earlier attempt left is removed."""
+
+    resume: bool = False
+    overwrite: bool = False
+
+
+def how_to_start(config: Config, accepted: Sequence[str] = ()) -> Start | None:
+    """Return how to start by what run.dir holds; None: the run there is finished.
+
+    An attempt that ended before its first checkpoint is begun anew. UserError: the run there has
+    other settings than `config`.
+    """
+    run_dir = RunDir(config.run.dir)
+    if not run_dir.resolved_config.is_file():
+        return Start()
+    finished_after = run_dir.finished_after
+    complete = finished_after is not None and finished_after >= config.run.max_steps
+    if complete or run_dir.stopped_early:
+        return None
+    if finished_after is not None or StepDirs(run_dir.checkpoints).complete():
+        return Start(resume=True)
+    changes_of(config, accepted)
+    return Start(overwrite=True)

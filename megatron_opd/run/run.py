@@ -16,7 +16,7 @@ from megatron_opd.errors import Preempted, RunFailed
 from megatron_opd.evaluation.best import export_best
 from megatron_opd.evaluation.progress import EvaluationProgress
 from megatron_opd.evaluation.summary import summary_of
-from megatron_opd.fleet.commands import FleetDesk
+from megatron_opd.fleet.commands import FleetCommands
 from megatron_opd.fleet.guards import while_alive
 from megatron_opd.run.attempt import Attempt
 from megatron_opd.run.evaluations import port_of
@@ -33,7 +33,7 @@ async def run(ready: Ready) -> None:
             with ready.stopping.heeded():
                 # watches end first, then the parts that they watch, the last one that came up first
                 async with AsyncExitStack() as closers, AsyncExitStack() as watches:
-                    closers.push_async_callback(ready.ends.closing(partial(_leave, ready)))
+                    closers.push_async_callback(ready.ends.closing(ready.remote.close))
                     await ready.ends.of(_stages(ready, closers, watches))
                     await ready.ends.closing(ready.remote.stop)()
         finally:
@@ -50,17 +50,13 @@ async def run(ready: Ready) -> None:
         raise RunFailed(unwritten)
 
 
-async def _leave(ready: Ready) -> None:
-    ready.remote.close()
-
-
 async def _stages(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStack) -> None:
     up = await bring_up(ready, closers, watches)
     before = await evaluate_before(ready, up)
     last = await train(ready, up, before, closers)
     await evaluate_after(ready, up, last)
     await export(ready, last)
-    await up.sampling.heard()
+    await up.sampling.farewell_received()
 
 
 async def evaluate_before(ready: Ready, up: Up) -> EvaluationProgress:
@@ -79,8 +75,8 @@ async def train(
 ) -> Attempt:
     """Make all updates; return the attempt that made the last one."""
     file = ready.config.cluster.fleet_file
-    desk = FleetDesk(ready.run_dir.path, up.elastic, file, ready.say)
-    up.supervisor.start(desk.serve())
+    commands = FleetCommands(ready.run_dir.path, up.elastic, file, ready.say)
+    up.supervisor.start(commands.serve())
     await up.sampling.open(up.guard, up.supervisor)
     attempts = await closers.enter_async_context(AsyncExitStack())
     return await Training(ready, up, before, attempts).all_updates()
@@ -121,5 +117,5 @@ def _verdict(ready: Ready, last: BaseException) -> tuple[str, str | None, BaseEx
         return ("preempted" if isinstance(first, Preempted) else "failed"), str(first), first
     where = f" (run.dir {ready.run_dir.path})" if isinstance(first, OSError) else ""
     directory = ready.directory
-    told = ready.ends.failure(first, directory.see_logs(), directory.keep_traceback, where)
-    return "failed", *told
+    text_and_end = ready.ends.failure(first, directory.see_logs(), directory.keep_traceback, where)
+    return "failed", *text_and_end

@@ -25,9 +25,8 @@ from megatron_opd.fleet.elastic import Elastic
 from megatron_opd.fleet.ends import FirstCause
 from megatron_opd.fleet.guards import RunGuard
 from megatron_opd.fleet.supervisor import Supervisor
-from megatron_opd.inputs.prepare import Prepared
-from megatron_opd.inputs.prompt_order import KeptData
-from megatron_opd.launch.data_workers import DataWorkers
+from megatron_opd.inputs.kept_data import KeptData
+from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.launch.machines import Machines
 from megatron_opd.launch.processes import Processes
 from megatron_opd.launch.stopping import Stopping
@@ -114,7 +113,7 @@ class SampleSource(Protocol):
         """Connect the learner and what samples, once before the first update."""
         ...
 
-    async def first(self, guard: Guard) -> None:
+    async def wait_ready(self, guard: Guard) -> None:
         """Wait until something is there that samples. Raises UserError."""
         ...
 
@@ -126,16 +125,16 @@ class SampleSource(Protocol):
         """Prepare for another learner, which continues from `state`. Raises WeightSyncFailed."""
         ...
 
-    async def part_with(self, url: str, drop: Callable[[], None]) -> str | None:
-        """Let a student server go, and `drop` it; see WeightSync.part_with."""
+    async def remove_server(self, url: str, drop: Callable[[], None]) -> str | None:
+        """Let a student server go, and `drop` it; see WeightSync.remove_server."""
         ...
 
     async def farewell(self, outliving: Collection[str]) -> None:
         """Take leave after the last update. outliving: servers that stay when the run ends."""
         ...
 
-    async def heard(self) -> None:
-        """Wait until it has arrived everywhere."""
+    async def farewell_received(self) -> None:
+        """Wait until the farewell has arrived everywhere."""
         ...
 
     async def close(self, outliving: Collection[str]) -> None:
@@ -155,20 +154,15 @@ class SampleSource(Protocol):
 class Up:
     """Holds what a run's updates are made with; the run's directory is its own from here on.
 
-    workers: None: the configuration asks for no data workers. evaluations: those before the first
-    update.
+    pool: what the data workers do for the run; None: there are none. evaluations: those before the
+    first update.
     """
 
     fleets: Mapping[Role, Fleet]
-    workers: DataWorkers | None
+    pool: WorkerPool | None
     supervisor: Supervisor
     elastic: Elastic
     guard: RunGuard
     sampling: SampleSource
     evaluations: Evaluations
     teacher_checks: list[str]
-
-    @property
-    def pool(self) -> WorkerPool | None:
-        """Returns what the data workers do for the run; None: there are none."""
-        return None if self.workers is None else self.workers.pool

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
 from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
+from megatron_opd.data_workers.pool import WorkerPool
 from megatron_opd.evaluation.summary import summary_of
-from megatron_opd.fleet.admission import Entrance
-from megatron_opd.fleet.clients import make_fleet
+from megatron_opd.fleet.admission import ServerAdmission
+from megatron_opd.fleet.clients import close_fleets, make_fleet
 from megatron_opd.fleet.elastic import Elastic
+from megatron_opd.fleet.ends import Close
 from megatron_opd.fleet.guards import RunGuard, make_guard, while_alive
 from megatron_opd.fleet.startup import ServedModel, all_up, join_role, start_all, watch_elsewhere
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.inputs.teachers import check_teachers
 from megatron_opd.inputs.verifiers import judging
 from megatron_opd.launch.data_workers import DataWorkers
-from megatron_opd.launch.joining import StartingPart
+from megatron_opd.launch.readiness import StartingPart
 from megatron_opd.run.evaluations import evaluations_before
 from megatron_opd.run.own_servers import OwnServers
 from megatron_opd.run.resume import state_of
@@ -31,7 +32,7 @@ from megatron_opd.transport.samples import FRAMES
 from sglang_bridge.fleet import Fleet
 
 Fleets = Mapping[Role, Fleet]
-Closed = Callable[[Callable[[], Awaitable[object]]], None]
+Closed = Callable[[Close], None]
 """Takes what ends a part, to be called when the run ends."""
 
 
@@ -42,11 +43,11 @@ async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStac
     """
     config, say = ready.config, ready.say
 
-    def closed(close: Callable[[], Awaitable[object]]) -> None:
+    def closed(close: Close) -> None:
         closers.push_async_callback(ready.ends.closing(close))
 
     fleets = _fleets_of(ready)
-    closed(partial(_close_fleets, fleets))
+    closed(partial(close_fleets, fleets))
     evaluations = evaluations_before(config, ready.prepared, fleets, say)
     ready.summary.follow("evaluations before", lambda: summary_of(evaluations, None))
     say(*(f"note: {line}" for line in ready.prepared.notes))
@@ -54,20 +55,22 @@ async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStac
         await _start_and_connect(ready, fleets)
     else:
         await _wait_for_others(ready, fleets)
-    workers = await _start_workers(ready, closed)
+    pool = await _start_workers(ready, closed)
     say(f"everything is up after {time.monotonic() - ready.started_s:.0f} s")
-    entrance = Entrance(config, ready.prepared, fleets, ready.directory.claimant, ready.keys)
-    supervisor = Supervisor(config, fleets, ready.processes, entrance.back, say)
+    admission = ServerAdmission(
+        config, ready.prepared, fleets, ready.directory.claimant, ready.keys
+    )
+    supervisor = Supervisor(config, fleets, ready.processes, admission.readmit, say)
     await watches.enter_async_context(judging(ready.prepared.judge))
     await watches.enter_async_context(supervisor.watching())
     guard = make_guard(ready.processes, ready.memory, ready.remote, supervisor)
     checks = await _check_teachers(ready, fleets, guard)
     ready.directory.take_over()
-    sampling = _sampling(ready, fleets, workers, supervisor)
+    sampling = _sampling(ready, fleets, pool, supervisor)
     elastic = Elastic(
-        config, fleets, supervisor, ready.processes, entrance.new, sampling.part_with, say
+        config, fleets, supervisor, ready.processes, admission.admit, sampling.remove_server, say
     )
-    up = Up(fleets, workers, supervisor, elastic, guard, sampling, evaluations, checks)
+    up = Up(fleets, pool, supervisor, elastic, guard, sampling, evaluations, checks)
     ready.summary.follow("up", partial(_figures, ready, up))
     closed(lambda: sampling.close(elastic.outliving))
     return up
@@ -76,7 +79,7 @@ async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStac
 def _figures(ready: Ready, up: Up) -> dict[str, Any]:
     """Return the keys of summary.json on servers, sites and data workers."""
     lost = 0 if up.pool is None else up.pool.workers_lost
-    refused = 0 if up.pool is None else up.pool.links.refusals.count
+    refused = 0 if up.pool is None else up.pool.connections.refusals.count
     return {
         "teacher_checks": up.teacher_checks,
         "servers_lost": up.supervisor.lost,
@@ -150,7 +153,7 @@ async def join(ready: Ready, role: Role, fleet: Fleet, wait_s: float = 0.0) -> N
 # ------------------------------------------------------------ what else there is
 
 
-async def _start_workers(ready: Ready, closed: Closed) -> DataWorkers | None:
+async def _start_workers(ready: Ready, closed: Closed) -> WorkerPool | None:
     """Start the data workers, if there are to be any, and wait for them."""
     config, spec = ready.config, ready.prepared.student.spec
     if not config.workers.count:
@@ -163,7 +166,7 @@ async def _start_workers(ready: Ready, closed: Closed) -> DataWorkers | None:
     closed(workers.stop)
     workers.start(ready.run_dir.resolved_config)
     await workers.ready(config.student.startup_timeout_s)
-    return workers
+    return workers.pool
 
 
 async def _check_teachers(ready: Ready, fleets: Fleets, guard: RunGuard) -> list[str]:
@@ -178,16 +181,11 @@ async def _check_teachers(ready: Ready, fleets: Fleets, guard: RunGuard) -> list
 
 
 def _sampling(
-    ready: Ready, fleets: Fleets, workers: DataWorkers | None, supervisor: Supervisor
+    ready: Ready, fleets: Fleets, pool: WorkerPool | None, supervisor: Supervisor
 ) -> SampleSource:
     """Return what samples for the run. Raises UserError."""
     config, prepared, resumed = ready.config, ready.prepared, ready.resumed
     if config.sites.members:
         state = state_of(resumed)
         return SitesOfRun(config, prepared, ready.remote, fleets, state, ready.say)
-    pool = None if workers is None else workers.pool
     return OwnServers(ready, fleets, pool, supervisor.lose)
-
-
-async def _close_fleets(fleets: Fleets) -> None:
-    await asyncio.gather(*(fleet.close() for fleet in fleets.values()))

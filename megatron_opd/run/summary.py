@@ -1,4 +1,4 @@
-"""Writes summary.json at the end of a run, or tells the user what it would have held."""
+"""Collects a run's figures, most of them from metrics/summary.py, and writes summary.json."""
 
 from __future__ import annotations
 

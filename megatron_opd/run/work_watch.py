@@ -71,12 +71,13 @@ def cpu_seconds(processes: Processes) -> dict[str, float]:
         if isinstance(server, ServerProcess) and server.pid is not None:
             # it may end while it is looked at
             with contextlib.suppress(psutil.NoSuchProcess):
-                found[server.url] = _tree_s(psutil.Process(server.pid))
+                found[server.url] = server_cpu_s(server)
     return found
 
 
-def _tree_s(root: psutil.Process) -> float:
-    total = 0.0
+def server_cpu_s(server: ServerProcess) -> float:
+    """Return the CPU seconds of all processes of a server that runs. Raises NoSuchProcess."""
+    root, total = psutil.Process(server.pid), 0.0
     for process in (root, *root.children(recursive=True)):
         with contextlib.suppress(psutil.NoSuchProcess):
             times = process.cpu_times()

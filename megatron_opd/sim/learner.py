@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from megatron_opd.batching.apart import share_out
+from megatron_opd.batching.per_rank import share_out
 from megatron_opd.records.types import AnySample, Batch
 from megatron_opd.sim.costs import LearnerCost, SyncCost
 from megatron_opd.sim.host import Host

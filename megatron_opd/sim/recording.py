@@ -5,9 +5,8 @@ Times are seconds from the begin of the trace.
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,11 +15,17 @@ import msgspec
 
 from megatron_opd.metrics.intervals import Interval
 from megatron_opd.metrics.timeline import CORES, CPU, LEARNER, SYNC, TEACHER, WORK
+from megatron_opd.metrics.trace_events import (
+    MICROSECOND,
+    ROW_NAME,
+    DamagedEvent,
+    TraceEvent,
+    trace_event,
+)
 from megatron_opd.sim.costs import RecordedLengths
 from sglang_bridge.work import ServerWork
 
 TRACE = "trace.json"
-MICROSECOND = 1e-6
 STUDENT_ROW = "student "
 COUNTS = ("uid", "prompt_tokens", "response_tokens")
 
@@ -137,10 +142,13 @@ def read_recording(run_dir: Path) -> Recording:
     except (OSError, UnicodeDecodeError) as error:
         cause = error.strerror if isinstance(error, OSError) else "not a text file"
         raise ValueError(f"{trace}: {cause}; metrics.trace writes it") from None
-    for number, event in _events(lines):
+    for number, line in enumerate(lines, 1):
         try:
-            found.add(event)
-        except (KeyError, TypeError, AttributeError, ValueError):
+            if event := trace_event(line.encode()):
+                found.add(event)
+        except (KeyError, ValueError) as error:
+            if number == len(lines) and isinstance(error, DamagedEvent):
+                break
             raise ValueError(f"{trace}:{number}: not an event of a run") from None
     if not found.rollouts:
         raise ValueError(f"{trace} holds no rollout")
@@ -160,24 +168,23 @@ class _Found:
         self.works: list[WorkSeen] = []
         self.cpus: list[CpuSeen] = []
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add(self, event: TraceEvent) -> None:
         """Take an event of metrics/timeline.py; those that are no span do not matter."""
-        if event["name"] == "process_name":
-            self.rows[event["pid"]] = event["args"]["name"]
-        if event["ph"] not in ("X", "i", "C"):
+        if event.name == ROW_NAME:
+            self.rows[event.pid] = event.args["name"]
+        if event.ph not in ("X", "i", "C"):
             return
-        name, row, details = event["name"], self.rows[event["pid"]], event["args"]
-        start_s = _number(event["ts"], float | int) * MICROSECOND
-        if event["ph"] == "i" and name == WORK:
-            told = dict(details)
-            server, work = told.pop("server"), msgspec.convert(told, ServerWork)
+        name, row, details = event.name, self.rows[event.pid], event.args
+        start_s, stop_s = _number(event.start_s, float), event.stop_s
+        if event.ph == "i" and name == WORK:
+            fields = dict(details)
+            server, work = fields.pop("server"), msgspec.convert(fields, ServerWork)
             self.works.append(WorkSeen(server, row == TEACHER, start_s, work))
-        elif event["ph"] == "C" and name == CPU:
+        elif event.ph == "C" and name == CPU:
             seconds = {part: _number(value, float | int) for part, value in details.items()}
             self.cpus.append(CpuSeen(start_s, seconds.pop(CORES), seconds))
-        if event["ph"] != "X":
+        if event.ph != "X":
             return
-        stop_s = start_s + _number(event["dur"], float | int) * MICROSECOND
         if row == TEACHER:
             self.scores.append(ScoreSpan(_number(details["uid"]), start_s, stop_s))
         elif row == LEARNER:
@@ -232,18 +239,3 @@ def _with_pauses(syncs: Sequence[Interval], pauses: Sequence[Interval]) -> list[
         paused_from_s, resumed_s = inside[0] if inside else (stop_s, stop_s)
         found.append(SyncSpan(start_s, stop_s, paused_from_s, resumed_s))
     return found
-
-
-def _events(lines: Sequence[str]) -> Iterator[tuple[int, Any]]:
-    """Yield the events with their lines' numbers; TraceWriter writes one a line."""
-    for number, line in enumerate(lines, 1):
-        text = line.strip().removesuffix(",")
-        if text in ("", "[", "]"):
-            continue
-        try:
-            event = json.loads(text)
-        except (ValueError, RecursionError):
-            if number < len(lines):
-                yield number, None
-            return  # the run was killed while it wrote the last one
-        yield number, event

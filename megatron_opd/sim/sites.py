@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from megatron_opd.buffer.delays import delay_s, stream_of
+from megatron_opd.buffer.delays import DelayStream
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.ports import TeacherScorer
@@ -25,7 +25,7 @@ from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.sim.costs import SyncCost
 from megatron_opd.sim.host import Host
 from megatron_opd.sim.pipes import Pipe
-from megatron_opd.sites.intake import TooLate
+from megatron_opd.sites.dispatcher import TooLate
 from megatron_opd.weight_sync.session import WeightSync
 
 ID_BYTES, TOKEN_BYTES = 16, 20
@@ -125,13 +125,11 @@ class SimulatedSites:
         return await self._scorer.score(rollout)
 
     async def _travel(self, site: SimulatedSite, rollout: AnyRollout) -> None:
-        sites = self._config.sites
-        stream = stream_of(site.name, "samples")
-        held_s = delay_s(sites.sample_delays, self._config.run.seed, stream, rollout.prompt.uid)
+        delays = DelayStream.of(self._config, site.name, "samples")
         num_bytes = ID_BYTES * rollout.num_ids + TOKEN_BYTES * rollout.num_response_tokens
-        await site.up.send(num_bytes, held_s)
+        await site.up.send(num_bytes, delays.seconds(rollout.prompt.uid))
         age_s = self._clock() - rollout.finished_s
-        if age_s > sites.max_delay_s:
+        if age_s > self._config.sites.max_delay_s:
             raise TooLate(f"{age_s:.0f} s after its end, from {site.name}")
 
     async def _slot_for(self, uid: int) -> SimulatedSite:
@@ -191,7 +189,7 @@ class SimulatedSites:
     async def make_room(self) -> None:
         """Return at once: sites have their own memory."""
 
-    async def stranded(self) -> None:
+    async def until_none_serves(self) -> None:
         """Wait for ever: a site that has no newer version samples with what it has."""
         await asyncio.Event().wait()
 
@@ -202,10 +200,9 @@ class SimulatedSites:
                 group.create_task(self._take_versions(site), name=f"site {site.name}")
 
     async def _take_versions(self, site: SimulatedSite) -> None:
-        delays, seed = self._config.sites.weight_delays, self._config.run.seed
-        stream = stream_of(site.name, "weights")
+        delays = DelayStream.of(self._config, site.name, "weights")
         while True:
-            await asyncio.sleep(delay_s(delays, seed, stream, site.loads))
+            await asyncio.sleep(delays.seconds(site.loads))
             while self._version == site.version:
                 await self._offered.wait()
             version = self._version

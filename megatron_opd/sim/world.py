@@ -11,18 +11,17 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
 from megatron_opd.config.roles import STUDENT, Role, all_roles, section_of, teacher_roles
 from megatron_opd.config.schema import Config
-from megatron_opd.config.site_bounds import slots_by_site, staleness_bound
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import EverythingDropped, LoopFailed
-from megatron_opd.controller.garbage import collected_rarely
+from megatron_opd.controller.garbage import rare_collections
 from megatron_opd.controller.in_flight import Rollouts
-from megatron_opd.controller.ports import Ports
+from megatron_opd.controller.ports import Ports, RolloutEngine, TeacherScorer, WeightSyncer
 from megatron_opd.controller.schedule import make_schedule
 from megatron_opd.errors import UserError
 from megatron_opd.fleet.supervisor import Supervisor
@@ -31,10 +30,11 @@ from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.observers import RunObserver
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.types import Accounting
 from megatron_opd.records.seeds import ROLLOUT, derived_seed
 from megatron_opd.records.types import AnyRollout, Prompt
-from megatron_opd.rollout.generator import make_generator
-from megatron_opd.rollout.scorer import FleetScorer, make_scorer
+from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.sim.arrays import SharedArrays
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.sim.costs import Costs, Lengths, LognormalLengths, ScoreCost, SyncCost
@@ -42,7 +42,7 @@ from megatron_opd.sim.engine import Engine
 from megatron_opd.sim.host import Host, OneByOne
 from megatron_opd.sim.learner import SimulatedLearner, SimulatedTransport
 from megatron_opd.sim.lengths import LengthDraws
-from megatron_opd.sim.outcome import Outcome, SiteOutcome, outcome_of
+from megatron_opd.sim.outcome import Outcome, SiteOutcome
 from megatron_opd.sim.pipes import Pipe
 from megatron_opd.sim.scoring import Scorer
 from megatron_opd.sim.servers import (
@@ -55,7 +55,7 @@ from megatron_opd.sim.servers import (
     TeacherClient,
 )
 from megatron_opd.sim.sites import SimulatedSite, SimulatedSites
-from megatron_opd.weight_sync.session import WeightSync
+from megatron_opd.weight_sync.session import Lose, WeightSync, needed
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 
@@ -82,7 +82,7 @@ def simulate(
     """
     check_costs(config, costs)
     world = _World(config, costs, lengths or drawn_lengths(config))
-    with collected_rarely(make_schedule(config).permits):
+    with rare_collections(make_schedule(config).permits):
         return run_virtual(world.run(make_observer))
 
 
@@ -195,21 +195,21 @@ class _World:
     # ------------------------------------------------------------ what Supervisor asks of processes
 
     def watched_server(self, url: str) -> list[WatchedProcess]:
-        """Act as cli.processes.Processes does."""
+        """Return the one process of a server; -9 once it is down."""
         server = self.servers[url]
         return [WatchedProcess(url, lambda: None if server.up else -9)]
 
     def discard(self, url: str) -> None:
-        """Act as cli.processes.Processes does."""
+        """Let a server die."""
         self.servers[url].die()
 
     async def put_another(self, url: str) -> str:
-        """Act as cli.processes.Processes does."""
+        """Put another in the place of a server, at the same url."""
         self.discard(url)
         return url
 
     async def start_one(self, url: str, timeout_s: float) -> None:
-        """Act as cli.processes.Processes does."""
+        """Take as long as a start does. timeout_s is not looked at."""
         failures = self.config.simulation.failures
         assert failures is not None
         await asyncio.sleep(failures.start_s)
@@ -221,13 +221,11 @@ class _World:
         return client
 
     def _supervisor(self) -> Supervisor:
-        processes: Any = self
-
-        def death_of(processes: Any, engines: Any) -> DeathWatch:
+        def death_of(processes: Sequence[WatchedProcess], engines: object) -> DeathWatch:
             return DeathWatch(self.servers[processes[0].name])
 
         return Supervisor(
-            self.config, self.fleets, processes, self._take_in, lambda line: None, death_of
+            self.config, self.fleets, self, self._take_in, lambda line: None, death_of
         )
 
     async def _fail(self, url: str, index: int) -> None:
@@ -249,7 +247,12 @@ class _World:
             yield from fleets.values()
 
     def _weight_sync(
-        self, fleet: Fleet, learner: SimulatedLearner, cost: SyncCost, host: Host, **settings: Any
+        self,
+        fleet: Fleet,
+        learner: SimulatedLearner,
+        cost: SyncCost,
+        host: Host,
+        lose: Lose = needed,
     ) -> WeightSync:
         config = self.config.weight_sync
         transport = SimulatedTransport(
@@ -259,10 +262,10 @@ class _World:
             overlaps=config.overlap,
             starts=lambda url: self.servers[url].starts if self.servers[url].up else -1,
         )
-        return WeightSync(fleet, learner, transport, config, **settings)
+        return WeightSync(fleet, learner, transport, config, lose)
 
     def _scorer(self, fleets: Mapping[Role, Fleet]) -> FleetScorer:
-        return make_scorer(self.config, fleets, VOCABULARY, RUN_ID, self._reward)
+        return FleetScorer(self.config, fleets, VOCABULARY, RUN_ID, self._reward)
 
     async def _sites(self, learner: SimulatedLearner, host: Host) -> list[SimulatedSite]:
         """Make the sites, whose servers have the weights that the run starts with."""
@@ -276,11 +279,11 @@ class _World:
             found.append(
                 SimulatedSite(
                     name,
-                    make_generator(config, fleets[STUDENT], VOCABULARY, RUN_ID, end_ids=()),
+                    RolloutGenerator(config, fleets[STUDENT], VOCABULARY, RUN_ID, end_ids=()),
                     self._scorer(fleets) if member.scores else None,
                     sync,
-                    slots_by_site(config)[name],
-                    Rollouts(config.schedule.in_flight, sync.stranded),
+                    config.site_slots[name],
+                    Rollouts(config.schedule.in_flight, sync),
                     up=Pipe(link.bytes_per_s),
                     down=Pipe(link.bytes_per_s),
                 )
@@ -289,88 +292,97 @@ class _World:
 
     async def run(self, make_observer: MakeObserver | None) -> Outcome:
         """Make all updates."""
-        config, costs = self.config, self.costs
-        clock = asyncio.get_running_loop().time
-        host = Host(costs.host_cores)
+        config, clock = self.config, asyncio.get_running_loop().time
+        host = Host(self.costs.host_cores)
         self._start(host)
-        samplers = self.urls[STUDENT][config.evaluation.servers :]
-        totals = RunTotals(samplers, config.rollout.group_size)
+        totals = RunTotals(
+            self.urls[STUDENT][config.evaluation.servers :], config.rollout.group_size
+        )
         totals.memory = Unmeasured()
         if make_observer is None:
             observer: RunObserver = RunRecorder(totals, clock=clock)
         else:
             observer = make_observer(totals, self.urls)
-        supervisor = None if config.simulation.failures is None else self._supervisor()
-        learner = SimulatedLearner(costs.learner, config.learner.num_mini_batches, host)
-        cause: str | None = None
+        learner = SimulatedLearner(self.costs.learner, config.learner.num_mini_batches, host)
         async with AsyncExitStack() as stack:
             stack.callback(observer.close)
-            for fleet in self._all_fleets():
-                await fleet.start()
-                stack.push_async_callback(fleet.close)
-            settings: dict[str, Any] = {}
-            if supervisor is not None:
-                await stack.enter_async_context(supervisor.watching())
-                settings["lose"] = supervisor.lose
-                for index, url in enumerate(self.servers):
-                    stack.callback(asyncio.create_task(self._fail(url, index)).cancel)
-            far: list[SimulatedSite] = []
-            if config.sites.members:
-                far = await self._sites(learner, host)
-                near = None if all(site.scorer for site in far) else self._scorer(self.fleets)
-                all_sites = SimulatedSites(config, far, near, costs.sync, host)
-                parts: dict[str, Any] = {
-                    "rollout": all_sites,
-                    "teacher": all_sites,
-                    "weight_sync": all_sites,
-                }
-            else:
-                student = self.fleets[STUDENT]
-                sync = self._weight_sync(student, learner, costs.sync, host, **settings)
-                await sync.open()
-                generator = make_generator(config, student, VOCABULARY, RUN_ID, end_ids=())
-                parts = {
-                    "rollout": generator,
-                    "teacher": self._scorer(self.fleets),
-                    "weight_sync": sync,
-                }
-            controller = Controller(
-                make_schedule(config),
-                Ports(
-                    prompts=self._prompts(),
-                    learner=learner,
-                    observer=observer,
-                    guard=None if supervisor is None else SimulatedGuard(supervisor),
-                    **parts,
-                ),
-            )
-            try:
-                await controller.run()
-            except LoopFailed as failure:
-                # servers that fail may be too many for a run, delays too long for a window;
-                # anything else is a fault in here
-                lost_servers = supervisor is not None and failure.loop in NEED_SERVERS
-                if not lost_servers and not isinstance(failure.cause, EverythingDropped):
-                    raise
-                cause = str(failure)
-            wall_s = clock()
-            if not wall_s:
+            supervisor = await self._serve(stack)
+            lose = needed if supervisor is None else supervisor.lose
+            rollout, teacher, weight_sync, far = await self._sampling(learner, host, lose)
+            guard = None if supervisor is None else SimulatedGuard(supervisor)
+            ports = Ports(self._prompts(), rollout, teacher, learner, weight_sync, observer, guard)
+            controller = Controller(make_schedule(config), ports)
+            cause = await _trained(controller, loses_servers=supervisor is not None)
+            if not clock():
                 raise UserError(
                     "costs: something must take time, but all of this run took 0 seconds; raise "
                     "learner.token_s, learner.update_s or sync.sync_s"
                 )
-            busy = self._busy(wall_s)
-            sites = {site.name: self._site_outcome(site, wall_s) for site in far}
-        return outcome_of(
-            totals,
-            controller.accounting,
+            return self._outcome(totals, controller.accounting, far, supervisor, cause)
+
+    async def _serve(self, stack: AsyncExitStack) -> Supervisor | None:
+        """Start the fleets, and let servers fail and be started again where they do."""
+        supervisor = None if self.config.simulation.failures is None else self._supervisor()
+        for fleet in self._all_fleets():
+            await fleet.start()
+            stack.push_async_callback(fleet.close)
+        if supervisor is not None:
+            await stack.enter_async_context(supervisor.watching())
+            for index, url in enumerate(self.servers):
+                stack.callback(asyncio.create_task(self._fail(url, index)).cancel)
+        return supervisor
+
+    async def _sampling(
+        self, learner: SimulatedLearner, host: Host, lose: Lose
+    ) -> tuple[RolloutEngine, TeacherScorer, WeightSyncer, list[SimulatedSite]]:
+        """Make what samples, scores and takes weights, and the sites that do, if there are any."""
+        config, costs = self.config, self.costs
+        if config.sites.members:
+            far = await self._sites(learner, host)
+            near = None if all(site.scorer for site in far) else self._scorer(self.fleets)
+            all_sites = SimulatedSites(config, far, near, costs.sync, host)
+            return all_sites, all_sites, all_sites, far
+        student = self.fleets[STUDENT]
+        sync = self._weight_sync(student, learner, costs.sync, host, lose)
+        await sync.open()
+        generator = RolloutGenerator(config, student, VOCABULARY, RUN_ID, end_ids=())
+        return generator, self._scorer(self.fleets), sync, []
+
+    def _outcome(
+        self,
+        totals: RunTotals,
+        accounting: Accounting,
+        far: list[SimulatedSite],
+        supervisor: Supervisor | None,
+        cause: str | None,
+    ) -> Outcome:
+        """Return the figures of a run that has ended now."""
+        wall_s = asyncio.get_running_loop().time()
+        times, tokens, fleets = totals.times, totals.staleness.tokens, list(self._all_fleets())
+        busy, idle = self._busy(wall_s), times.learner_idle_ratio()
+        teachers = [share for role, share in busy.items() if role != STUDENT]
+        return Outcome(
             wall_s=wall_s,
-            bound=staleness_bound(config),
-            busy=busy,
-            fleets=list(self._all_fleets()),
-            supervisor=supervisor,
+            updates=accounting.updates,
+            samples=accounting.consumed,
+            samples_per_s=accounting.consumed / wall_s,
+            tokens_per_s=totals.throughput.tokens_per_s(),
+            updates_per_hour=3600 * accounting.updates / wall_s,
+            learner_idle_ratio=idle,
+            rollout_idle_ratio=times.fleet_idle_ratio(),
+            teacher_idle_ratio=1 - sum(teachers) / len(teachers) if teachers else None,
+            staleness_mean=tokens.mean,
+            staleness_max=tokens.max,
+            staleness_bound=self.config.staleness_bound,
+            busy=busy | ({} if idle is None else {"learner": 1 - idle}),
+            servers_lost={} if supervisor is None else supervisor.lost,
+            servers_restarted=0 if supervisor is None else supervisor.restarted.total(),
+            samples_readmitted=sum(fleet.restarted for fleet in fleets),
+            requests_timed_out=sum(fleet.timed_out for fleet in fleets),
             cause=cause,
-            sites=sites,
+            totals=totals,
+            accounting=accounting,
+            sites={site.name: self._site_outcome(site, wall_s) for site in far},
         )
 
     def _busy(self, wall_s: float) -> dict[str, float]:
@@ -384,6 +396,20 @@ class _World:
         urls = self.site_fleets[site.name][STUDENT].urls
         worked_s = sum(self.servers[url].worked_s() for url in urls)
         return SiteOutcome(site.samples, site.loads, 1 - worked_s / len(urls) / wall_s)
+
+
+async def _trained(controller: Controller, *, loses_servers: bool) -> str | None:
+    """Return why the run ended early; None: it made all its updates."""
+    try:
+        await controller.run()
+    except LoopFailed as failure:
+        # servers that fail may be too many for a run, delays too long for a window;
+        # anything else is a fault in here
+        lost_servers = loses_servers and failure.loop in NEED_SERVERS
+        if not lost_servers and not isinstance(failure.cause, EverythingDropped):
+            raise
+        return str(failure)
+    return None
 
 
 class DeathWatch:

@@ -11,14 +11,18 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
 from megatron_opd.batching.rank_batch import check_sample
 from megatron_opd.buffer.rejection import SampleRejected
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.records.types import AnyRollout, FloatArray, OffsetArray, Prompt, Sample
-from megatron_opd.rollout.overlong import Length
+from megatron_opd.config.schema import Config
+from megatron_opd.config.selection import OverlongConfig
+from megatron_opd.models.spec import ModelSpec
+from megatron_opd.records.types import FloatArray, OffsetArray, Prompt, Sample
+from megatron_opd.rollout.overlong import judged_length
 from megatron_opd.sites.messages import SiteDone
 from megatron_opd.transport.samples import FRAMES, Frames, decode_sample
 from sglang_bridge.arrays import LOGP_SLACK
@@ -39,16 +43,28 @@ class Forged(ValueError):
 class SampleRules:
     """Says what a sample of this run can hold.
 
-    vocab_size: of the student. max_new_tokens: of prompts without their own. lengths: what a
-    response's length does to it. routes: (layers, experts a token, experts) of routing that comes
-    along; None: none does.
+    vocab_size: of the student. max_new_tokens: of prompts without their own. overlong: what the
+    length of a response does to it. routes: (layers, experts a token, experts) of routing that
+    comes along; None: none does.
     """
 
     estimator: Estimator
     vocab_size: int
     max_new_tokens: int
-    lengths: Callable[[AnyRollout], Length]
+    overlong: OverlongConfig
     routes: tuple[int, int, int] | None = None
+
+    @classmethod
+    def of(cls, config: Config, spec: ModelSpec, vocab_size: int) -> Self:
+        """Return those of a run. spec, vocab_size: of the student."""
+        routes = (sum(spec.moe_layers), spec.experts_per_token, spec.num_experts)
+        return cls(
+            estimator=config.estimator,
+            vocab_size=vocab_size,
+            max_new_tokens=config.rollout.max_new_tokens,
+            overlong=config.selection.overlong,
+            routes=routes if config.learner.replays_experts else None,
+        )
 
     @property
     def widest(self) -> int:
@@ -169,7 +185,8 @@ def _scored(rules: SampleRules, sample: Sample, done: SiteDone) -> Sample:
     """Return the sample with its reward, and what its length does. Forged: scores that are none."""
     prompt, reward = sample.rollout.prompt, done.reward
     try:
-        length = rules.lengths(sample.rollout)
+        limit = prompt.max_new_tokens or rules.max_new_tokens
+        length = judged_length(rules.overlong, sample.rollout, limit)
     except SampleRejected as rejected:
         raise Forged(f"a response that is to be dropped: {rejected}") from None
     same = done.masked == length.masked and math.isclose(

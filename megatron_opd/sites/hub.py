@@ -24,13 +24,15 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from megatron_opd.buffer.delays import DelayStream
 from megatron_opd.controller.ports import TeacherScorer
 from megatron_opd.records.types import Sample, rollout_here
 from megatron_opd.sites.checking import SampleRules
+from megatron_opd.sites.dispatcher import Dispatcher
 from megatron_opd.sites.figures import SiteFigures, SitesNow, columns
-from megatron_opd.sites.greeting import refusal
-from megatron_opd.sites.intake import Hold, Intake, SiteEnds
-from megatron_opd.sites.member import Errand, SiteMember
+from megatron_opd.sites.handshake import ExpectedSite, refusal
+from megatron_opd.sites.logp_comparison import LogpComparison
+from megatron_opd.sites.member import SiteMember
 from megatron_opd.sites.messages import (
     DETAIL_CHARS,
     Again,
@@ -49,18 +51,23 @@ from megatron_opd.sites.messages import (
     decode_to_learner,
     encode,
 )
-from megatron_opd.sites.ports import SiteLinks, Versions
-from megatron_opd.sites.settings import ExpectedSite, HubSettings, IntakeSettings
-from megatron_opd.sites.silence import Silence
-from megatron_opd.sites.suspicion import Suspicions
-from megatron_opd.sites.together import Failure, together
+from megatron_opd.sites.ports import SiteLinks
+from megatron_opd.sites.settings import DispatchSettings, HubSettings
+from megatron_opd.sites.tasks import FirstFailure, run_until_first_ends
+from megatron_opd.sites.version_server import VersionServer
 from megatron_opd.transport.samples import Frames
 from megatron_opd.wire.codec import BadMessage
+from megatron_opd.wire.link.counts import LinkCounts
 from megatron_opd.wire.link.events import Broken, Mended, Received, Restarted
 from megatron_opd.wire.link.wire import BULK, URGENT
 from sglang_bridge.errors import one_line
 
 logger = logging.getLogger(__name__)
+
+STALL_REMEDY = (
+    "start sites that are away; where weights are too far behind, raise sites.max_staleness (with "
+    "permits schedule.max_staleness) or let them travel faster"
+)
 
 
 class NoSiteLeft(RuntimeError):
@@ -68,76 +75,69 @@ class NoSiteLeft(RuntimeError):
 
 
 class Hub:
-    """Talks to all sites; `intake` is what the controller sees of them.
+    """Talks to all sites; `dispatcher` is what the controller sees of them.
 
     Args:
         settings: how sites are treated.
-        taking: how their samples are taken.
+        dispatch: which prompts they are sent, and which samples are taken.
         expected: what they must have like the learner's site.
         rules: what a sample can hold.
         links: to the sites.
-        scorer, hold: see Intake.
+        delays: of each site's samples, for studies.
+        scorer: see Dispatcher.
         say: tells the user.
 
-    versions: offers weights; set before `serve`.
+    versions: offers weights to the sites.
     """
 
     def __init__(
         self,
         settings: HubSettings,
-        taking: IntakeSettings,
+        dispatch: DispatchSettings,
         expected: ExpectedSite,
         rules: SampleRules,
         links: SiteLinks,
+        delays: Mapping[str, DelayStream],
         scorer: TeacherScorer | None,
         say: Callable[[str], None],
-        hold: Hold | None = None,
     ) -> None:
-        self._settings, self._scores, self._expected = settings, taking.scores, expected
-        self._links, self._say = links, say
-        self._group_size = taking.group_size
-        self._members = {name: SiteMember(name) for name in settings.slots}
-        self._rules, self._hold = rules, hold
-        self.intake = self._intake(taking, scorer)
-        self._silence = Silence(
-            taking.max_delay_s,
-            lambda: self.intake.wants_samples,
-            lambda: map(self.intake.standing, self._members.values()),
-            say,
-        )
-        self.versions: Versions | None = None
-        self._suspicions = Suspicions()
-        self._came = asyncio.Event()
-        self._failure = Failure()
+        self._settings, self._scores, self._expected = settings, dispatch.scores, expected
+        self._links, self._rules, self._say = links, rules, say
+        self._group_size, self._max_delay_s = dispatch.group_size, dispatch.max_delay_s
+        self._failure = FirstFailure()
+        self._members = {
+            name: SiteMember(name, delays[name], self._failure) for name in settings.slots
+        }
+        self.dispatcher = Dispatcher(dispatch, rules, self, scorer)
+        self.versions = VersionServer(self)
+        self._logp = LogpComparison()
+        self._joined, self._answered = asyncio.Event(), asyncio.Event()
         self._has_ended = False
 
-    async def first(self) -> None:
+    async def first_site(self) -> None:
         """Return once a site is part of the run."""
-        await self._came.wait()
+        await self._joined.wait()
 
     @property
     def had_sites(self) -> bool:
         """Returns whether a site is part of the run, or was."""
-        return self._came.is_set()
+        return self._joined.is_set()
 
     def start_over(
-        self, settings: HubSettings, taking: IntakeSettings, scorer: TeacherScorer | None
+        self, settings: HubSettings, dispatch: DispatchSettings, scorer: TeacherScorer | None
     ) -> None:
-        """Continue from a checkpoint as another start of the run does, with a new `intake`.
+        """Continue from a checkpoint as another start of the run does, with a new `dispatcher`.
 
-        Call after `versions` has started over. Whoever waits at the intake before waits for ever.
+        Call after the weight sync has started over. Whoever waits at the dispatcher that there was
+        waits for ever.
         """
         self._settings = settings
-        self.intake = self._intake(taking, scorer)
-        self._suspicions = Suspicions()  # version numbers come again, with other weights
+        self.dispatcher = Dispatcher(dispatch, self._rules, self, scorer)
+        self._logp = LogpComparison()  # version numbers come again, with other weights
         for member in self._members.values():
             if member.is_welcome:
                 member.start_over()
-                self._tell(member, Again())
-
-    def _intake(self, taking: IntakeSettings, scorer: TeacherScorer | None) -> Intake:
-        ends = SiteEnds(self._tell, self._links.counts, self._took, self._fault)
-        return Intake(taking, self._rules, ends, scorer, self._hold)
+                self.tell(member, Again())
 
     # ------------------------------------------------------------ figures
 
@@ -152,11 +152,11 @@ class Hub:
         now = SitesNow(states.count("connected"), states.count("quarantined"))
         return columns(self.figures, now)
 
-    def summary(self, weight_bytes: Mapping[str, int]) -> dict[str, Any]:
-        """Return what summary.json says of each site. weight_bytes: sent, by site."""
+    def summary(self) -> dict[str, Any]:
+        """Return what summary.json says of each site."""
         return {
             name: member.figures.as_json(
-                member.state, self._links.counts(name), weight_bytes.get(name, 0)
+                member.state, self.link_counts(member), self.versions.num_bytes[name]
             )
             for name, member in self._members.items()
         }
@@ -166,7 +166,7 @@ class Hub:
     async def serve(self) -> None:
         """Do what sites ask for until cancelled. Raises what ends the links, NoSiteLeft."""
         try:
-            await together(self._listen(), self._failure.wait(), self._silence.watch())
+            await run_until_first_ends(self._listen(), self._failure.wait(), self._warn_of_stalls())
         finally:
             for member in self._members.values():
                 member.end()
@@ -175,7 +175,7 @@ class Hub:
         """Send a record to a site; waits while its link is full. Notes what it is offered."""
         if isinstance(message, Offer):
             self._members[site].offered.add(message.version)
-            self.intake.offered(message.version)
+            self.dispatcher.offered(message.version)
         lane = BULK if isinstance(message, FilePiece) else URGENT
         await self._links.send(site, [encode(message), *frames], lane)
 
@@ -183,27 +183,45 @@ class Hub:
         """Tell every site of the run that it has ended as it should; call before `serve` ends."""
         self._has_ended = True
         for name, member in self._members.items():
-            if member.is_welcome or member.is_asked_again:
-                member.is_told = True
+            if member.is_welcome or member.awaits_hello:
+                member.farewell_sent = True
                 await self._links.send(name, [encode(Farewell(None))], URGENT)
 
     @property
-    def unaware(self) -> list[str]:
-        """Returns the sites that were part of the run and have not heard its farewell."""
-        return [name for name, member in self._members.items() if self._is_unaware(member)]
+    def awaiting_farewell(self) -> list[str]:
+        """Returns the sites that were part of the run and have not received its farewell."""
+        return [name for name, member in self._members.items() if self._awaits_farewell(member)]
 
-    def _is_unaware(self, member: SiteMember) -> bool:
+    def _awaits_farewell(self, member: SiteMember) -> bool:
         if member.quarantined is not None or member.last_refusal is not None or member.has_left:
             return False
         if not member.figures.starts:
             return False
-        return not member.is_told or self._links.counts(member.name).waiting_bytes > 0
+        return not member.farewell_sent or self.link_counts(member).waiting_bytes > 0
 
-    def _tell(self, member: SiteMember, message: ToSite) -> None:
-        self._do_for(member, partial(self.send, member.name, message))
+    def tell(self, member: SiteMember, message: ToSite) -> None:
+        """Send a record to a site, after all that were to be sent before."""
+        member.enqueue(partial(self.send, member.name, message))
 
-    def _do_for(self, member: SiteMember, errand: Errand) -> None:
-        member.do(errand, self._failure.watch)
+    def link_counts(self, member: SiteMember) -> LinkCounts:
+        """Return how the link to a site does."""
+        return self._links.counts(member.name)
+
+    async def _warn_of_stalls(self) -> None:
+        """Tell the user, once for each stall, that no answer came for max_delay_s; never ends."""
+        while True:
+            self._answered.clear()
+            try:
+                async with asyncio.timeout(self._max_delay_s):
+                    await self._answered.wait()
+            except TimeoutError:
+                if self.dispatcher.wants_samples:
+                    states = map(self.dispatcher.status_of, self._members.values())
+                    self._say(
+                        f"no site has sent a sample for {self._max_delay_s:g} s "
+                        f"(sites.max_delay_s): {', '.join(states)}; {STALL_REMEDY}"
+                    )
+                    await self._answered.wait()
 
     async def _listen(self) -> None:
         while True:
@@ -221,14 +239,14 @@ class Hub:
                     member.is_broken = False
                     if member.is_welcome:
                         member.stop_timer()
-                        self.intake.resume(member)
+                        self.dispatcher.resume(member)
 
     def _received(self, member: SiteMember, received: Received) -> None:
         try:
             message = decode_to_learner(received.parts[0])
             self._do(member, message, received.parts[1:])
         except BadMessage as error:
-            self._fault(member, one_line(str(error)))
+            self.fault(member, one_line(str(error)))
         except ValueError as error:
             member.figures.refused[type(error).__name__] += 1
             logger.warning("site %s: %s", member.name, one_line(str(error)))
@@ -241,11 +259,11 @@ class Hub:
             return
         if isinstance(message, SiteHello):
             if self._has_ended:
-                member.is_told = True
-                self._tell(member, Farewell(None))
+                member.farewell_sent = True
+                self.tell(member, Farewell(None))
             else:
                 self._greet(member, message)
-        elif member.is_asked_again:  # of the run before, which is no more
+        elif member.awaits_hello:  # of the run before, which is no more
             member.figures.void += isinstance(message, SiteDone | Gone)
         elif not member.is_welcome:
             raise ValueError(f"{type(message).__name__} before Welcome")
@@ -256,53 +274,48 @@ class Hub:
         elif isinstance(message, Serving):
             self._serving(member, message.version)
         elif isinstance(message, Want):
-            assert self.versions is not None
             self.versions.wants(member.name, message)
         else:
-            self._silence.broken()
-            self._answered(member, message, frames)
-
-    def _answered(self, member: SiteMember, message: Gone | SiteDone, frames: Frames) -> None:
-        if isinstance(message, Gone):
-            self.intake.gone(member, message)
-        else:
-            self.intake.done(member, message, frames)
+            self._answered.set()
+            if isinstance(message, Gone):
+                self.dispatcher.gone(member, message)
+            else:
+                self.dispatcher.done(member, message, frames)
 
     # ------------------------------------------------------------ coming and going
 
     def _greet(self, member: SiteMember, hello: SiteHello) -> None:
         """Welcome a site, or refuse it."""
-        offset_s = self._links.counts(member.name).clock_offset_s
+        offset_s = self.link_counts(member).clock_offset_s
         skew_s = hello.clock_s - time.time() if offset_s is None else offset_s
         cause = refusal(hello, member.name, self._scores[member.name], self._expected, skew_s)
         member.end()
         if cause is not None:
-            self.intake.lose(member, for_good=True)
+            self.dispatcher.lose(member, for_good=True)
             self._refuse(member, cause)
             return
-        self.intake.pause(member)
+        self.dispatcher.pause(member)
         slots = min(hello.slots, self._settings.slots[member.name])
-        wanted = self.intake.wanted(hello.holds)[:slots]
-        member.begin(hello.process, slots, wanted, self.intake.newest)
-        self._tell(member, SiteWelcome(self._settings.run, self._settings.updates, wanted))
-        self._do_for(member, partial(self._joined, member, wanted))
+        wanted = self.dispatcher.wanted(hello.holds)[:slots]
+        member.begin(hello.process, slots, wanted, self.dispatcher.newest)
+        self.tell(member, SiteWelcome(self._settings.run, self._settings.updates, wanted))
+        member.enqueue(partial(self._join, member, wanted))
         before = f", {len(wanted)} of them from before" if wanted else ""
         self._say(f"site {member.name} is there with {slots} slots{before}")
 
-    async def _joined(self, member: SiteMember, holds: Sequence[int]) -> None:
+    async def _join(self, member: SiteMember, holds: Sequence[int]) -> None:
         """Give a site its first prompts, once it was told which versions there are."""
-        assert self.versions is not None
         await self.versions.joined(member.name)
         if not member.offered:
             member.serves(0)  # what its servers loaded
-        self.intake.join(member, holds)
-        self._came.set()
+        self.dispatcher.join(member, holds)
+        self._joined.set()
 
     def _refuse(self, member: SiteMember, cause: str) -> None:
         """Tell a site why it is not part of the run, and the user once."""
         cause = one_line(cause, DETAIL_CHARS)
         member.figures.refused["Hello"] += 1
-        self._tell(member, Farewell(cause))
+        self.tell(member, Farewell(cause))
         if cause != member.last_refusal:
             member.last_refusal = cause
             self._say(cause)
@@ -313,12 +326,12 @@ class Hub:
         self._later_lost(member)
 
     def _later_lost(self, member: SiteMember) -> None:
-        self.intake.pause(member)
+        self.dispatcher.pause(member)
         member.start_timer(self._settings.lost_after_s, partial(self._lost, member))
 
     def _lost(self, member: SiteMember) -> None:
         """Give a site's prompts to others; whichever answer comes first counts."""
-        held = self.intake.lose(member, for_good=False)
+        held = self.dispatcher.lose(member, for_good=False)
         if held:
             member.figures.lost += 1
             self._say(f"site {member.name} is lost with {held} prompts, which others sample")
@@ -326,30 +339,29 @@ class Hub:
     def _without(self, member: SiteMember) -> None:
         """Do without a process of a site; others get its prompts at once."""
         member.end()
-        self.intake.lose(member, for_good=True)
-        assert self.versions is not None
-        self._do_for(member, partial(self.versions.left, member.name))
+        self.dispatcher.lose(member, for_good=True)
+        member.enqueue(partial(self.versions.left, member.name))
 
     # ------------------------------------------------------------ faults
 
     def _serving(self, member: SiteMember, version: int) -> None:
         if version not in member.offered:
-            self._fault(member, f"it serves version {version}, which it was not offered")
+            self.fault(member, f"it serves version {version}, which it was not offered")
             return
         member.serves(version)
-        self.intake.resume(member)
+        self.dispatcher.resume(member)
 
-    def _took(self, member: SiteMember, sample: Sample) -> None:
+    def sample_counted(self, member: SiteMember, sample: Sample) -> None:
         """Compare a sample that counts with those of the other sites."""
         rollout = rollout_here(sample.rollout)
         if rollout.prompt.uid % self._group_size or len(rollout.spans) > 1:
             return
-        self._suspicions.add(member.name, rollout.oldest_version, rollout.geometric_logp)
-        why = self._suspicions.why(member.name)
+        self._logp.add(member.name, rollout.oldest_version, rollout.geometric_logp)
+        why = self._logp.fault_of(member.name)
         if why is not None:
             self._quarantine(member, why)
 
-    def _fault(self, member: SiteMember, why: str) -> None:
+    def fault(self, member: SiteMember, why: str) -> None:
         """Count what no sound site sends."""
         member.figures.faults += 1
         logger.warning("site %s: %s", member.name, why)
@@ -361,8 +373,8 @@ class Hub:
             return
         member.quarantined = one_line(f"site {member.name} is quarantined: {why}", DETAIL_CHARS)
         self._say(member.quarantined)
-        self._suspicions.forget(member.name)
+        self._logp.forget(member.name)
         self._without(member)
-        self._tell(member, Farewell(member.quarantined))
+        self.tell(member, Farewell(member.quarantined))
         if all(each.quarantined is not None for each in self._members.values()):
             self._failure.put(NoSiteLeft(f"no site is left: {member.quarantined}"))

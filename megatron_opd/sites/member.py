@@ -1,4 +1,4 @@
-"""Holds what the learner's site knows of one sampler site, and does its errands in order."""
+"""Holds what the learner's site knows of one sampler site, and what is to be sent to it."""
 
 from __future__ import annotations
 
@@ -6,28 +6,36 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Collection
 
+from megatron_opd.buffer.delays import DelayStream
 from megatron_opd.sites.figures import SiteFigures
+from megatron_opd.sites.tasks import FirstFailure
 
-Errand = Callable[[], Awaitable[None]]
+SiteAction = Callable[[], Awaitable[None]]
 
 
 class SiteMember:
-    """Knows one site.
+    """Holds the state of one site.
+
+    Args:
+        name: of the site.
+        delays: hold its samples back, for studies.
+        failure: takes the error of an action.
 
     process: counts the processes that were there, and the runs that they were part of. slots:
     prompts that it holds at most. offered, served: versions that its process was offered, and
-    samples or sampled with. is_asked_again: it is to say Hello, and what it says before is of a run
-    that is no more. has_left: its user ended it. is_told: that the run has ended. quarantined: why
-    it is; None: it is not. last_refusal: what the user was told last.
+    samples or sampled with. awaits_hello: it is to say Hello again, and what it says before is of
+    a run that is no more. has_left: its user ended it. farewell_sent: that the run has ended.
+    quarantined: why it is; None: it is not. last_refusal: the last one that the user has read.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, delays: DelayStream, failure: FirstFailure) -> None:
         self.name = name
+        self._delays, self._failure = delays, failure
         self.figures = SiteFigures()
         self.process = 0
         self.slots = 0
-        self.is_welcome = self.is_broken = self.is_asked_again = False
-        self.has_left = self.is_told = False
+        self.is_welcome = self.is_broken = self.awaits_hello = False
+        self.has_left = self.farewell_sent = False
         self.offered: set[int] = set()
         self.served: set[int] = set()
         self.quarantined: str | None = None
@@ -36,8 +44,8 @@ class SiteMember:
         self._returning: frozenset[int] = frozenset()
         self._newest_before = -1
         self._answered: OrderedDict[int, None] = OrderedDict()
-        self._numbers = 0
-        self._errands: asyncio.Queue[Errand] = asyncio.Queue()
+        self._num_samples = 0
+        self._actions: asyncio.Queue[SiteAction] = asyncio.Queue()
         self._worker: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -62,21 +70,21 @@ class SiteMember:
         self._returning, self._newest_before = frozenset(returning), newest
 
     def end(self) -> None:
-        """Forget the process that was there; what was to be done for it is not done."""
+        """Forget the process that was there; actions that are queued for it are not done."""
         self.close()
         self.stop_timer()
         self.process += 1
-        self.is_welcome = self.is_broken = self.is_asked_again = False
-        self.has_left = self.is_told = False
+        self.is_welcome = self.is_broken = self.awaits_hello = False
+        self.has_left = self.farewell_sent = False
         self.offered, self.served = set(), set()
         self._answered.clear()
-        self._errands = asyncio.Queue()
+        self._actions = asyncio.Queue()
 
     def start_over(self) -> None:
         """Forget all but the link to the process that is there, which is to say Hello anew."""
         broken = self.is_broken
         self.end()
-        self.is_broken, self.is_asked_again = broken, True
+        self.is_broken, self.awaits_hello = broken, True
 
     def serves(self, version: int) -> None:
         """Note that the site samples with a version from now on."""
@@ -104,22 +112,19 @@ class SiteMember:
         """Return whether the site may keep what it finished of a prompt."""
         return uid in self._answered
 
-    def next_number(self) -> int:
-        """Return the number of the next sample, from 0 on."""
-        self._numbers += 1
-        return self._numbers - 1
+    def next_delay_s(self) -> float:
+        """Return for how many seconds the next sample is held back."""
+        self._num_samples += 1
+        return self._delays.seconds(self._num_samples - 1)
 
-    # ------------------------------------------------------------ errands
+    # ------------------------------------------------------------ actions
 
-    def do(self, errand: Errand, failed: Callable[[asyncio.Task[None]], None]) -> None:
-        """Do something for the site after all that was to be done before.
-
-        failed: is told of the end of all errands, by an error maybe.
-        """
-        self._errands.put_nowait(errand)
+    def enqueue(self, action: SiteAction) -> None:
+        """Do something for the site, after all that was enqueued before."""
+        self._actions.put_nowait(action)
         if self._worker is None:
-            self._worker = asyncio.create_task(self._work(self._errands))
-            self._worker.add_done_callback(failed)
+            self._worker = asyncio.create_task(self._work(self._actions))
+            self._worker.add_done_callback(self._failure.watch)
 
     def start_timer(self, seconds: float, call: Callable[[], None]) -> None:
         """Call back after a time, unless the timer is stopped or started again."""
@@ -133,12 +138,12 @@ class SiteMember:
             self._timer = None
 
     def close(self) -> None:
-        """End all errands."""
+        """End all actions."""
         worker, self._worker = self._worker, None
         if worker is not None:
             worker.cancel()
 
-    async def _work(self, errands: asyncio.Queue[Errand]) -> None:
+    async def _work(self, actions: asyncio.Queue[SiteAction]) -> None:
         while True:
-            errand = await errands.get()
-            await errand()
+            action = await actions.get()
+            await action()

@@ -153,7 +153,7 @@ class SiteTask(_Message, frozen=True):
 
 
 class Forget(_Message, frozen=True):
-    """Lets go of prompts: they were sampled elsewhere, or are not wanted any more."""
+    """Tells a site to forget prompts: they were sampled elsewhere, or are not wanted any more."""
 
     uids: list[int]
 

@@ -175,9 +175,9 @@ class Mirror:
             manifest = decode((partial / MANIFEST).read_bytes(), offer.name)
         except BadManifest as error:
             raise BadOffer(f"the manifest of {offer.name}: {error}") from None
-        told = {file.name: file.num_bytes for file in manifest.files}
+        written = {file.name: file.num_bytes for file in manifest.files}
         sent = {file.name: file.num_bytes for file in offer.files if file.name != MANIFEST}
-        if manifest.base != offer.base or told != sent:
+        if manifest.base != offer.base or written != sent:
             raise BadOffer(f"the manifest of {offer.name} is not of what was offered")
         if offer.base is not None and offer.base not in self._bases:
             raise BadOffer(f"the base {offer.base} of {offer.name} is not here")

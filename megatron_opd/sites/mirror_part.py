@@ -1,4 +1,4 @@
-"""Lets a site's servers read versions from its mirror; the site's way of weight_sync/disk.py."""
+"""Lets a site's servers read versions from its mirror, as weight_sync/disk.py does in a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class MirrorPart:
         self._names: frozenset[str] = frozenset()
         self._num_bytes = 0
         self._stream: str | None = None
-        self._told: str | None = None
+        self._opened: str | None = None
         self._name: str | None = None
 
     def choose(self, mirror: Mirror, name: str) -> None:
@@ -44,8 +44,8 @@ class MirrorPart:
         self._names = frozenset(piece.hf_name for found in pieces.values() for piece in found)
 
     async def reopen(self) -> None:
-        """Let the servers that there are now be told of the mirror anew."""
-        self._told = None
+        """Let the servers that there are now open the mirror anew."""
+        self._opened = None
 
     @property
     def stages(self) -> bool:
@@ -57,13 +57,13 @@ class MirrorPart:
 
     async def stage(self, version: int) -> None:
         """Let the servers read the version into their shadow buffers."""
-        name = await self._tell_servers()
+        name = await self._open_mirror()
         await self._fleet.ask_ranks(f"{wire.STAGE_VERSION} {name}")
         await until_done(self._fleet, f"{wire.STAGED_VERSION} {name}")
 
     async def send(self, version: int) -> None:
         """Let the servers' ranks make the version live."""
-        name = await self._tell_servers()
+        name = await self._open_mirror()
         action = f"{wire.TAKE_VERSION} {name}"
         answers = await self._fleet.ask_ranks(action, self._config.try_s)
         self._num_bytes = max(
@@ -71,17 +71,17 @@ class MirrorPart:
         )
 
     async def close(self) -> None:
-        """Let the servers forget the mirror."""
+        """Let the servers close the mirror."""
         await self._fleet.ask_ranks(wire.CLOSE_VERSIONS)
 
-    async def _tell_servers(self) -> str:
-        """Let every server find the mirror, unless it was told; return the chosen version."""
+    async def _open_mirror(self) -> str:
+        """Let every server open the mirror, unless it has; return the chosen version."""
         if self._stream is None or self._name is None:
             raise WeightSyncFailed("no version was chosen")
-        if self._told != self._stream:
+        if self._opened != self._stream:
             staged = None if self.stages else ()
             opening = Opening(self._stream, staged, PATIENCE * self._config.try_s)
             text = msgspec.json.encode(opening).decode()
             await self._fleet.ask_ranks(f"{wire.OPEN_VERSIONS} {text}")
-            self._told = self._stream
+            self._opened = self._stream
         return self._name

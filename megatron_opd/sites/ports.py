@@ -1,18 +1,31 @@
-"""Declares what the learner's side of the sites needs: `cli` passes the real parts, tests fakes."""
+"""Declares what the sites' parts need of links: commands pass the real ones, tests pass fakes."""
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
-from megatron_opd.sites.messages import ToSite, Want
+from megatron_opd.sites.messages import ToSite
 from megatron_opd.transport.samples import Frames
 from megatron_opd.wire.link.counts import LinkCounts
 from megatron_opd.wire.link.events import Event
 from megatron_opd.wire.link.wire import URGENT
 
-Send = Callable[[str, ToSite, Sequence[bytes]], Awaitable[None]]
-"""Sends a record, and frames behind it, to a site; waits while its link is full."""
+
+class SiteLink(Protocol):
+    """Names the methods of link.ends.LinkClient that a site needs."""
+
+    async def next(self) -> Event:
+        """Return what happens next."""
+        ...
+
+    async def send(self, parts: Frames, lane: int = URGENT) -> None:
+        """Send a message to the learner; waits while too much waits to be sent."""
+        ...
+
+    def counts(self) -> LinkCounts:
+        """Return how the link does."""
+        ...
 
 
 class SiteLinks(Protocol):
@@ -31,24 +44,9 @@ class SiteLinks(Protocol):
         ...
 
 
-class Versions(Protocol):
-    """Names the methods of sites.versions.SiteVersions that are about single sites.
+class SiteSender(Protocol):
+    """Names the method of hub.Hub that sends versions: so it knows what a site was offered."""
 
-    It sends Offer, Piece and Missing through a `Send`, which is the hub's: so the hub knows which
-    versions a site was offered.
-    """
-
-    async def joined(self, site: str) -> None:
-        """Offer all there is to a site that is new, or another process, and was welcomed.
-
-        Returns once the offers are sent, before which the site is given no prompt.
-        """
-        ...
-
-    async def left(self, site: str) -> None:
-        """Keep nothing for a site any longer."""
-        ...
-
-    def wants(self, site: str, want: Want) -> None:
-        """Answer a Want in time. ValueError: no site would ask so."""
+    async def send(self, site: str, message: ToSite, frames: Sequence[bytes] = ()) -> None:
+        """Send a record, and frames behind it, to a site; waits while its link is full."""
         ...

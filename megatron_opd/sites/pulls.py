@@ -2,7 +2,7 @@
 
 One version is pulled at a time, by ranges of bytes, a few of which are asked for at once. The
 newest version that is offered is the goal; what it is based on comes first. A version that began to
-arrive is brought to its end while the learner still has it, however many newer ones there are: a
+arrive is pulled to its end while the learner still has it, however many newer ones there are: a
 slow link falls behind by whole versions and still gets some.
 """
 
@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from megatron_opd.sites.messages import FilePiece, FileSize, Offer, Want
+from megatron_opd.buffer.delays import DelayStream
+from megatron_opd.sites.messages import FilePiece, FileSize, Offer, Want, encode
 from megatron_opd.sites.mirror import BadBytes, BadOffer, Mirror, check_offer
+from megatron_opd.sites.ports import SiteLink
 from sglang_bridge.weights.manifest import order
 
 RANGE_BYTES = 4 << 20
@@ -23,9 +25,6 @@ WINDOW = 4
 """Ranges that are asked for at once."""
 TRIES = 5
 """A version is given up after it arrived damaged so often; the next one is pulled."""
-
-Hold = Callable[[int], float]
-"""Takes the number of a delay, returns its length in seconds."""
 
 
 class _Removed(Exception):
@@ -47,9 +46,9 @@ class Pulls:
 
     Args:
         mirror: where they are put.
-        ask: sends a Want.
+        link: to the learner.
+        delays: for how long offers are not acted on, for studies.
         say: tells the user.
-        hold: for how long versions are not seen, for studies; None: they are seen at once.
 
     num_bytes: that arrived. refused: what arrived and was not taken, counted by why.
     """
@@ -57,21 +56,21 @@ class Pulls:
     def __init__(
         self,
         mirror: Mirror,
-        ask: Callable[[Want], Awaitable[None]],
+        link: SiteLink,
+        delays: DelayStream,
         say: Callable[[str], None],
-        hold: Hold | None = None,
     ) -> None:
-        self._mirror, self._ask, self._say, self._hold = mirror, ask, say, hold
-        # all offers, and the names of those that are not held back
+        self._mirror, self._link, self._delays, self._say = mirror, link, delays, say
+        # all offers, and the names of those that are not held back by a delay
         self._offers: dict[str, Offer] = {}
-        self._seen: set[str] = set()
-        self._is_blind, self._num_delays = False, 0
+        self._due: set[str] = set()
+        self._is_delayed, self._num_delays = False, 0
         self._asked: deque[_Range] = deque()
         self._pulled: str | None = None
         self._is_missing = False
         self._moved = asyncio.Event()
         self._whole = asyncio.Condition()
-        self._offered = asyncio.Event()
+        self._has_due = asyncio.Event()
         self._has_offers = False
         self.in_use: set[str] = set()
         """Versions that servers hold or read, which stay in the mirror."""
@@ -84,26 +83,26 @@ class Pulls:
         """Note that a version can be pulled. BadOffer: it is none."""
         check_offer(offer)
         self._offers[offer.name], self._has_offers = offer, True
-        if not self._is_blind:
-            self._look_away()
+        if not self._is_delayed:
+            self._begin_delay()
 
-    def _look_away(self) -> None:
-        """Let a delay pass before what is offered is seen, and then the next one.
+    def _begin_delay(self) -> None:
+        """Let a delay pass before what is offered may be pulled, and then the next one.
 
         So HeteroRL has it (sec. 4.1): a site loads the newest version whenever its delay has
         elapsed. Were each version held back by itself, the one with the shortest delay would win.
         """
-        wait_s = 0.0 if self._hold is None else self._hold(self._num_delays)
+        wait_s = self._delays.seconds(self._num_delays)
         self._num_delays += 1
-        self._is_blind = wait_s > 0
-        if self._is_blind:
-            asyncio.get_running_loop().call_later(wait_s, self._look)
+        self._is_delayed = wait_s > 0
+        if self._is_delayed:
+            asyncio.get_running_loop().call_later(wait_s, self._end_delay)
         else:
-            self._see()
+            self._offers_due()
 
-    def _look(self) -> None:
-        self._see()
-        self._look_away()
+    def _end_delay(self) -> None:
+        self._offers_due()
+        self._begin_delay()
 
     def arrived(self, piece: FilePiece, data: bytes | memoryview) -> None:
         """Take bytes that were asked for; others are counted and change nothing."""
@@ -130,7 +129,7 @@ class Pulls:
     @property
     def goal(self) -> str | None:
         """Returns the newest version that is offered and not held back."""
-        return max(self._seen & self._offers.keys(), key=order, default=None)
+        return max(self._due & self._offers.keys(), key=order, default=None)
 
     @property
     def has_offers(self) -> bool:
@@ -139,7 +138,7 @@ class Pulls:
 
     async def first(self) -> str:
         """Return the newest whole version, once it is no older than what was offered first."""
-        await self._offered.wait()
+        await self._has_due.wait()
         goal = self.goal
         place = 0 if goal is None else order(goal)
         return await self._newest_from(place)
@@ -184,15 +183,15 @@ class Pulls:
             else:
                 await self._finished(offer)
 
-    def _see(self) -> None:
-        self._seen |= self._offers.keys()
-        self._offered.set()
+    def _offers_due(self) -> None:
+        self._due |= self._offers.keys()
+        self._has_due.set()
         self._moved.set()
 
     def _next(self) -> Offer | None:
         """Return what is to be pulled now: the newest version, or first what it is based on."""
         newest = self._mirror.newest
-        for goal in sorted(self._seen & self._offers.keys(), key=order, reverse=True):
+        for goal in sorted(self._due & self._offers.keys(), key=order, reverse=True):
             if newest is not None and order(goal) <= order(newest):
                 return None
             found: Offer | None = None
@@ -207,14 +206,15 @@ class Pulls:
         return None
 
     async def _pull(self, offer: Offer) -> None:
-        """Bring all bytes of a version into the mirror. _Removed, OSError."""
+        """Pull all bytes of a version into the mirror. _Removed, OSError."""
         self._pulled, self._is_missing = offer.name, False
         ranges = self._ranges(offer)
         try:
             while True:
                 while len(self._asked) < WINDOW and (each := next(ranges, None)) is not None:
                     self._asked.append(each)
-                    await self._ask(Want(offer.name, each.file.name, each.start, each.stop))
+                    want = Want(offer.name, each.file.name, each.start, each.stop)
+                    await self._link.send([encode(want)])
                 if self._is_missing:
                     raise _Removed
                 if not self._asked:
@@ -250,7 +250,7 @@ class Pulls:
             for name, each in self._offers.items()
             if order(name) > newest or name in chain
         }
-        self._seen &= self._offers.keys()
+        self._due &= self._offers.keys()
         async with self._whole:
             self._whole.notify_all()
 

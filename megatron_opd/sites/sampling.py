@@ -1,40 +1,46 @@
 """Samples and scores what a site was given; keeps what is finished until the learner has it.
 
-Every prompt that was given is sampled, finished or let go. A finished one is kept until the learner
-is known to have taken it: a learner gives no more prompts than there are slots, so whenever it
-gives one more, it has taken the oldest of the finished ones. That bounds what is kept, and a
-learner that starts again gets what the one before it lost.
+Every prompt that was given is being sampled, finished or forgotten. A finished one is kept until
+the learner is known to have taken it: a learner gives no more prompts than there are slots, so
+whenever it gives one more, it has taken the oldest of the finished ones. That bounds what is kept,
+and a learner that starts again gets what the one before it lost.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Coroutine
+import uuid
+from collections.abc import Collection, Coroutine, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from megatron_opd.buffer.rejection import SampleRejected
+from megatron_opd.config.roles import STUDENT, Role, teacher_roles
+from megatron_opd.config.schema import Config
+from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.ports import RolloutEngine, TeacherScorer
-from megatron_opd.records.types import Prompt, Sample, rollout_here, sample_here
+from megatron_opd.data.judge import Judge
+from megatron_opd.data_workers.reward import make_reward
+from megatron_opd.inputs.models import CheckedModels, ending_of
+from megatron_opd.records.types import (
+    AnyRollout,
+    AnySample,
+    Prompt,
+    Sample,
+    rollout_here,
+    sample_here,
+)
+from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.scorer import FleetScorer
+from megatron_opd.rollout.scores import unscored
 from megatron_opd.sites.messages import DETAIL_CHARS, Gone, SiteDone, SiteTask
-from megatron_opd.sites.together import Failure
-from megatron_opd.transport.samples import Frames, encode_sample
+from megatron_opd.sites.outbox import Finished, SiteOutbox
+from megatron_opd.sites.site_weights import SiteWeights
+from megatron_opd.sites.tasks import FirstFailure
+from megatron_opd.transport.samples import counted_draws, encode_sample
 from sglang_bridge.arrays import unpack
 from sglang_bridge.errors import one_line
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """Holds what became of a prompt.
-
-    answer: Done as it was when sampling ended, or Gone. frames: of the sample. ended_s: when, on
-    the event loop's clock. newest: version of its weights, None without a sample.
-    """
-
-    answer: SiteDone | Gone
-    frames: Frames
-    ended_s: float
-    newest: int | None
+from sglang_bridge.fleet import Fleet
 
 
 class NoSuchTeacher(RuntimeError):
@@ -59,6 +65,26 @@ def prompt_of(task: SiteTask) -> Prompt:
     )
 
 
+class _Unscored:
+    """Stands for teachers at a site that has none; the learner's site scores."""
+
+    async def score(self, rollout: AnyRollout) -> AnySample:
+        """Return the rollout without scores or reward."""
+        return unscored(rollout_here(rollout))
+
+
+@dataclass(frozen=True, slots=True)
+class _HeldGenerator:
+    """Samples as schedule.in_flight says, where versions are taken meanwhile."""
+
+    rollouts: Rollouts
+    generator: RolloutGenerator
+
+    async def generate(self, prompt: Prompt) -> AnyRollout:
+        """Sample one completion; see RolloutGenerator.generate."""
+        return await self.rollouts.run(lambda: self.generator.generate(prompt))
+
+
 class SiteSampling:
     """Works on the prompts of one learner.
 
@@ -69,8 +95,8 @@ class SiteSampling:
         score_slots: samples that are scored at once.
         vocab_sizes: of each teacher, by name; empty where the site asks none.
         num_draws: see transport/samples.py.
-        ready: returns once there are weights to sample with.
-        send: takes what is finished to the learner.
+        weights: to sample with, once they are ready.
+        outbox: sends what is finished to the learner.
 
     delivered: samples that were sent. begun_anew: prompts whose versions the learner went back
     behind.
@@ -85,18 +111,55 @@ class SiteSampling:
         score_slots: int,
         vocab_sizes: dict[str, int],
         num_draws: int,
-        ready: Callable[[], Awaitable[None]],
-        send: Callable[[Finished], Coroutine[Any, Any, None]],
+        weights: SiteWeights,
+        outbox: SiteOutbox,
     ) -> None:
         self._sampler, self._scorer, self._slots = sampler, scorer, slots
         self._scoring = asyncio.Semaphore(score_slots)
         self._vocab_sizes, self._num_draws = vocab_sizes, num_draws
-        self._ready, self._send = ready, send
+        self._weights, self._outbox = weights, outbox
         self._tasks: dict[int, SiteTask] = {}
         self._works: dict[int, asyncio.Task[None]] = {}
         self._finished: dict[int, Finished] = {}
-        self._failure = Failure()
+        self._failure = FirstFailure()
         self.delivered = self.begun_anew = 0
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        fleets: Mapping[Role, Fleet],
+        models: CheckedModels,
+        judge: Judge | None,
+        rollouts: Rollouts,
+        weights: SiteWeights,
+        outbox: SiteOutbox,
+        *,
+        scores: bool,
+    ) -> Self:
+        """Return that of one site. config: the site's own. scores: whether it asks teachers."""
+        run_id, vocab_size = uuid.uuid4().hex[:8], models.student.vocab_size
+        ending = ending_of(config, models)
+        scorer: TeacherScorer = _Unscored()
+        if scores:
+            reward = make_reward(judge, ending)
+            scorer = FleetScorer(config, fleets, vocab_size, run_id, reward)
+        student = fleets[STUDENT]
+        generator = RolloutGenerator(config, student, vocab_size, run_id, ending.token_ids)
+        return cls(
+            _HeldGenerator(rollouts, generator),
+            scorer,
+            slots=config.rollout.concurrency,
+            score_slots=config.scoring.concurrency,
+            vocab_sizes={
+                teacher: models.models[role].vocab_size
+                for teacher, role in teacher_roles(config).items()
+                if scores
+            },
+            num_draws=counted_draws(config.estimator.support),
+            weights=weights,
+            outbox=outbox,
+        )
 
     @property
     def holds(self) -> list[int]:
@@ -123,7 +186,7 @@ class SiteSampling:
         self._run(task.uid, self._work(task))
 
     def forget(self, uids: Collection[int]) -> None:
-        """Let go of prompts; their requests end."""
+        """Forget prompts; their requests end."""
         for uid in uids:
             self._tasks.pop(uid, None)
             self._finished.pop(uid, None)
@@ -132,7 +195,7 @@ class SiteSampling:
                 work.cancel()
 
     def keep_only(self, wanted: Collection[int]) -> None:
-        """Let go of all prompts but these."""
+        """Forget all prompts but these."""
         self.forget(self._tasks.keys() - set(wanted))
 
     def deliver_again(self, limit: int, *, anew: bool) -> None:
@@ -153,7 +216,7 @@ class SiteSampling:
                 self._tasks[uid] = task
                 self._run(uid, self._work(task))
             elif finished is not None:
-                self._run(uid, self._send(finished))
+                self._run(uid, self._outbox.deliver(finished))
 
     async def failed(self) -> None:
         """Return never; raise what a site cannot go on with."""
@@ -177,7 +240,7 @@ class SiteSampling:
     async def _work(self, task: SiteTask) -> None:
         clock = asyncio.get_running_loop().time
         try:
-            await self._ready()
+            await self._weights.ready()
             rollout = rollout_here(await self._sampler.generate(prompt_of(task)))
             async with self._scoring:
                 sample = sample_here(await self._scorer.score(rollout))
@@ -186,7 +249,7 @@ class SiteSampling:
             gone = Gone(task.uid, rejected.reason, one_line(rejected.detail, DETAIL_CHARS))
             finished = Finished(gone, (), clock(), None)
         self._finished[task.uid] = finished
-        await self._send(finished)
+        await self._outbox.deliver(finished)
         self.delivered += isinstance(finished.answer, SiteDone)
 
     def _encoded(self, sample: Sample) -> Finished:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import uuid
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import Self
+
+from megatron_opd.config.schema import Config
+from megatron_opd.controller.snapshot import ControllerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +26,22 @@ class HubSettings:
     lost_after_s: float
     quarantine_after: int
 
+    @classmethod
+    def of(cls, config: Config) -> Self:
+        """Return how a run treats its sites, with a new name for this start."""
+        sites = config.sites
+        return cls(
+            slots=config.site_slots,
+            updates=config.run.max_steps,
+            run=uuid.uuid4().hex,
+            lost_after_s=sites.lost_after_s,
+            quarantine_after=sites.quarantine_after,
+        )
+
 
 @dataclass(frozen=True, slots=True)
-class IntakeSettings:
-    """Says how samples are taken.
+class DispatchSettings:
+    """Says how prompts are given to sites, and which samples are taken.
 
     scores: whether each site asks the teachers itself. group_size: G. max_delay_s: see
     sites.max_delay_s. bound: most updates that a sample may be behind. version: that the run begins
@@ -39,14 +56,15 @@ class IntakeSettings:
     resumed: Collection[int] = ()
     next_uid: int = 0
 
-
-@dataclass(frozen=True, slots=True)
-class ExpectedSite:
-    """Says what a site must have like its learner's site; see messages.Hello."""
-
-    digests: Mapping[str, str]
-    model: int
-    tokenizer: int
-    vocab_size: int
-    ends: Sequence[int]
-    max_clock_skew_s: float
+    @classmethod
+    def of(cls, config: Config, state: ControllerState) -> Self:
+        """Return those of a run. state: of the controller that it continues."""
+        return cls(
+            scores={name: site.scores for name, site in config.sites.members.items()},
+            group_size=config.rollout.group_size,
+            max_delay_s=config.sites.max_delay_s,
+            bound=config.staleness_bound,
+            version=state.version,
+            resumed=frozenset(each.uid for each in state.line if each.prompt is not None),
+            next_uid=state.next_uid,
+        )

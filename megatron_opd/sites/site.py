@@ -1,7 +1,7 @@
-"""Runs a sampler site: what a learner sends over the link is done, what is finished is sent.
+"""Runs a sampler site: does what its learner sends over the link.
 
 While the link is broken the site goes on with what it has. A learner that starts again is told what
-is here, and gets what it still wants of it.
+the site holds, and gets what it still wants of it.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 
 import msgspec
 
-from megatron_opd.sites.absence import Absence, Patience
+from megatron_opd.sites.learner_watchdog import LearnerTimeouts, LearnerWatchdog
 from megatron_opd.sites.messages import (
     Again,
     Farewell,
@@ -24,41 +24,28 @@ from megatron_opd.sites.messages import (
     Leaving,
     MissingPiece,
     Offer,
-    SiteDone,
     SiteHello,
     SiteTask,
     SiteWelcome,
-    ToLearner,
     ToSite,
     decode_to_site,
     encode,
 )
 from megatron_opd.sites.mirror import BadOffer
-from megatron_opd.sites.sampling import Finished, SiteSampling
+from megatron_opd.sites.outbox import SiteOutbox
+from megatron_opd.sites.ports import SiteLink
+from megatron_opd.sites.sampling import SiteSampling
 from megatron_opd.sites.site_weights import SiteWeights
-from megatron_opd.sites.together import together
+from megatron_opd.sites.tasks import run_until_first_ends
 from megatron_opd.transport.samples import Frames
 from megatron_opd.wire.codec import BadMessage
-from megatron_opd.wire.link.events import Broken, Event, Mended, Received, Restarted
-from megatron_opd.wire.link.wire import URGENT
+from megatron_opd.wire.link.events import Broken, Mended, Received, Restarted
 from sglang_bridge.errors import one_line
 
 logger = logging.getLogger(__name__)
 
 LEAVE_S = 2.0
 """Longest wait in seconds until a learner knows that the site leaves."""
-
-
-class SiteLink(Protocol):
-    """Names the methods of link.ends.LinkClient that a site needs."""
-
-    async def next(self) -> Event:
-        """Return what happens next."""
-        ...
-
-    async def send(self, parts: Frames, lane: int = URGENT) -> None:
-        """Send a message; waits while too much waits to be sent."""
-        ...
 
 
 class Site:
@@ -68,9 +55,10 @@ class Site:
         link: to the learner.
         hello: says what the site is; its clock_s and holds are filled in.
         sampling: works on prompts.
-        weights: holds the way of the weights.
+        weights: pulls and takes versions of them.
+        outbox: sends what is finished.
+        timeouts: how long the site waits for the learner's site.
         say: tells the user.
-        patience: how long it waits for the learner's site.
 
     refused: messages that make no sense, by why.
     """
@@ -81,14 +69,14 @@ class Site:
         hello: SiteHello,
         sampling: SiteSampling,
         weights: SiteWeights,
+        outbox: SiteOutbox,
+        timeouts: LearnerTimeouts,
         say: Callable[[str], None],
-        patience: Patience,
     ) -> None:
-        self._link, self._hello = link, hello
-        self._sampling, self._weights, self._say = sampling, weights, say
-        self._absence = Absence(patience, say)
+        self._link, self._hello, self._say = link, hello, say
+        self._sampling, self._weights, self._outbox = sampling, weights, outbox
+        self._watchdog = LearnerWatchdog(timeouts, say)
         self._run: str | None = None
-        self._is_unsettled = False
         self._is_welcome = False
         self._farewell: Farewell | None = None
         self.refused: Counter[str] = Counter()
@@ -100,8 +88,8 @@ class Site:
         """
         weights, sampling = self._weights, self._sampling
         try:
-            ends = sampling.failed(), weights.failed(), self._absence.watch()
-            await together(self._listen(), *ends, weights.serve_on())
+            failures = sampling.failed(), weights.failed(), self._watchdog.watch()
+            await run_until_first_ends(self._listen(), *failures, weights.serve_on())
         finally:
             await sampling.close()
             await weights.end()
@@ -114,33 +102,35 @@ class Site:
         """Tell the learner that the site ends, if it can be told at once."""
         try:
             async with asyncio.timeout(LEAVE_S):
-                await self._send(Leaving())
+                await self._link.send([encode(Leaving())])
         except TimeoutError:
             logger.warning("the learner could not be told that the site leaves")
 
-    async def deliver(self, finished: Finished) -> None:
-        """Send what is finished to the learner, once it is known that it is wanted."""
-        await self._weights.told()
-        if self._is_unsettled or not self._is_welcome:
-            return  # said in the next Hello, or sent once all is settled
-        answer = finished.answer
-        if isinstance(answer, SiteDone):
-            age_s = asyncio.get_running_loop().time() - finished.ended_s
-            sent_s = time.time()
-            answer = msgspec.structs.replace(answer, age_s=max(0.0, age_s), sent_s=sent_s)
-        await self._send(answer, finished.frames)
-
-    async def _send(self, message: ToLearner, frames: Frames = ()) -> None:
-        await self._link.send([encode(message), *frames], URGENT)
+    def counts(self) -> dict[str, Any]:
+        """Return what the site did, for its user and for tests."""
+        sampling, weights = self._sampling, self._weights
+        pulls, counts = weights.pulls, self._link.counts()
+        return {
+            "samples_sent": sampling.delivered,
+            "samples_begun_anew": sampling.begun_anew,
+            "version": weights.version,
+            "versions_taken": weights.num_taken,
+            "weight_bytes": 0 if pulls is None else pulls.num_bytes,
+            "weights_refused": {} if pulls is None else dict(pulls.refused),
+            "records_refused": dict(self.refused),
+            "connections": counts.connections,
+            "bytes_sent": counts.bytes_sent,
+            "bytes_received": counts.bytes_received,
+        }
 
     async def _listen(self) -> None:
         """Do what the learner says, until it says farewell."""
         while self._farewell is None:
             event = await self._link.next()
             if isinstance(event, Broken):
-                self._absence.begins()
+                self._watchdog.link_down()
             else:
-                self._absence.ends()
+                self._watchdog.link_up()
             match event:
                 case Received():
                     await self._received(event)
@@ -155,12 +145,12 @@ class Site:
 
     async def _introduce(self) -> None:
         """Tell a learner that has started, or started over, what the site is and holds."""
-        self._is_welcome = False
+        self._is_welcome = self._outbox.is_open = False
         await self._weights.pause()
         hello = msgspec.structs.replace(
             self._hello, clock_s=time.time(), holds=self._sampling.holds
         )
-        await self._send(hello)
+        await self._link.send([encode(hello)])
 
     async def _received(self, received: Received) -> None:
         try:
@@ -184,7 +174,7 @@ class Site:
             self._sampling.forget(message.uids)
         elif isinstance(message, SiteTask):
             self._weights.tasks_begin()
-            self._settle(0)
+            self._open_outbox(0)
             self._sampling.begin(message)
         else:
             self._about_weights(message, frames)
@@ -192,7 +182,7 @@ class Site:
     async def _welcomed(self, welcome: SiteWelcome) -> None:
         self._is_welcome = True
         self._sampling.keep_only(welcome.wanted)
-        self._is_unsettled = True
+        self._outbox.is_open = False
         if welcome.run != self._run:
             first, self._run = self._run is None, welcome.run
             self._say("the learner is there" if first else "the learner has started again")
@@ -203,7 +193,7 @@ class Site:
         assert pulls is not None, "made at the Welcome"
         if isinstance(message, Offer):
             pulls.offered(message)
-            self._settle(message.version)
+            self._open_outbox(message.version)
         elif isinstance(message, MissingPiece):
             pulls.missing(message.name)
         elif len(frames) == 1:
@@ -211,9 +201,9 @@ class Site:
         else:
             raise ValueError(f"a Piece with {len(frames)} frames")
 
-    def _settle(self, version: int) -> None:
+    def _open_outbox(self, version: int) -> None:
         """Deliver what is finished, once it is known which version the learner goes on from."""
-        if self._is_unsettled:
-            self._is_unsettled = False
+        if not self._outbox.is_open:
+            self._outbox.is_open = True
             anew = self._weights.version > version
             self._sampling.deliver_again(version, anew=anew)

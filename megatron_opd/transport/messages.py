@@ -12,7 +12,7 @@ from typing import Literal
 
 import msgspec
 
-from megatron_opd.metrics.mismatch_limits import Bound, MismatchGap
+from megatron_opd.metrics.mismatch_gap import Bound, MismatchGap
 from megatron_opd.wire.codec import ENCODER, BadMessage, Codec
 from sglang_bridge.protocol import WeightPiece
 

@@ -1,7 +1,7 @@
 """Talks to the learner for the controller: one ROUTER socket here, a DEALER per learner rank.
 
 Each data-parallel head rank receives only its own share of a batch (frames.py); rank 0 answers.
-gate.py decides who may speak; roster.py knows the ranks and what each is expected to send.
+wire/gate.py decides who may speak; roster.py knows the ranks and what each is expected to send.
 Invariant: a call ends with the learner's answer, with LearnerError as soon as any rank reports a
 failure or its connection ends, or with LearnerError when its time is up; it never waits for ever.
 """
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import zmq
-import zmq.asyncio
 from msgspec.structs import replace
 
 from megatron_opd.batching.shares import Share
 from megatron_opd.checkpoint.run_lock import LockClaim
 from megatron_opd.config.schema import Config
-from megatron_opd.metrics.mismatch_limits import Bound, ModelsDiffer
+from megatron_opd.errors import LearnerError
+from megatron_opd.metrics.mismatch_gap import Bound, ModelsDiffer
 from megatron_opd.transport.frames import sizes_of, to_frames
 from megatron_opd.transport.messages import (
     MAX_REPLY_BYTES,
@@ -57,9 +57,9 @@ from megatron_opd.transport.messages import (
 )
 from megatron_opd.transport.roster import ExpectedRank, RankBreach, Roster
 from megatron_opd.wire.codec import BadMessage
-from megatron_opd.wire.gate import Gate, guard_socket
 from megatron_opd.wire.keys import RunKeys
-from megatron_opd.wire.receiving import received
+from megatron_opd.wire.router import PeerGone, Router, StrangerGone
+from megatron_opd.wire.sockets import PeerMessage, SocketLimits
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import WeightPiece
 from sglang_bridge.refusals import Refusals
@@ -71,19 +71,10 @@ MARGIN_S = 5.0
 # to send the reason to a rank that is refused
 LINGER_MS = 500
 LAST_WORDS_S = 1.0
+REPLIES_WAITING = 1000
+"""Messages of a rank that wait for the controller; then TCP holds the rank up."""
 
 ResultT = TypeVar("ResultT", bound=Result)
-
-
-class LearnerError(RuntimeError):
-    """Reports in one line that the learner failed or did not answer in time.
-
-    final: another learner would fail in the same way.
-    """
-
-    def __init__(self, message: str, *, final: bool = True) -> None:
-        super().__init__(message)
-        self.final = final
 
 
 def _made(result: UpdateMetrics | Refusal) -> UpdateMetrics:
@@ -129,11 +120,11 @@ class RemoteLearner:
         self._refusals = Refusals(logger, "on the learner's socket")
         self._keys = admission.keys
         self._open(f"tcp://{self._config.listen_host}:{self._config.listen_port or '*'}")
-        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self.address = self._router.address
         self._failure: LearnerError | None = None
         self._silent: LearnerError | None = None
         self._changed = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self._leaving = False
 
@@ -159,19 +150,10 @@ class RemoteLearner:
 
     def _open(self, address: str) -> None:
         self._keys_refused = 0
-        self._context = zmq.asyncio.Context()
-        self._socket = self._context.socket(zmq.ROUTER)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.SNDHWM, 0)
-        guard_socket(self._socket, MAX_REPLY_BYTES)
-        keys = self._keys
-        self._gate = Gate(self._context, self._socket, keys.controller, keys.admitted)
+        limits = SocketLimits(MAX_REPLY_BYTES, waiting_in=REPLIES_WAITING)
         try:
-            self._socket.bind(address)
+            self._router = Router(address, self._keys.controller, self._keys.admitted, limits)
         except zmq.ZMQError as error:
-            self._gate.close()
-            self._context.destroy(linger=0)
             raise ValueError(
                 "learner.listen_host, learner.listen_port: cannot listen on "
                 f"{address.removeprefix('tcp://')}: {error}"
@@ -303,13 +285,10 @@ class RemoteLearner:
         self._close(LINGER_MS)
 
     def _close(self, linger_ms: int) -> None:
-        for task in self._tasks:
-            task.cancel()
-        self._tasks.clear()
-        if not self._context.closed:
-            self._gate.close()
-            self._socket.close(linger=linger_ms)
-            self._context.destroy(linger=linger_ms)
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        self._router.close(linger_ms)
 
     def _with_shares(
         self, requests: Sequence[Request], shares: Sequence[Share]
@@ -344,10 +323,7 @@ class RemoteLearner:
                 raise LearnerError(f"{what}: the learner is not ready")
             try:
                 for rank, frames in messages.items():
-                    # Arrays travel without a copy; libzmq keeps them alive until they are sent.
-                    await self._socket.send_multipart(
-                        [self._roster.heads[rank], *frames], copy=False
-                    )
+                    self._router.send(self._roster.heads[rank], frames)
             except zmq.ZMQError as error:
                 # its process ended between two calls; its last message may still be on its way
                 with contextlib.suppress(TimeoutError):
@@ -386,51 +362,38 @@ class RemoteLearner:
         self._silent = None
 
     def _listen(self) -> None:
-        """Start the tasks that hear ranks, if there are none since the socket was opened."""
-        if self._tasks:
-            return
-        self._tasks = [
-            asyncio.create_task(self._gate.answer(), name="learner gate"),
-            asyncio.create_task(self._receive(), name="learner replies"),
-        ]
-        for task in self._tasks:
-            task.add_done_callback(self._ended)
+        """Start the task that hears ranks, if there is none since the socket was opened."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._receive(self._router), name="learner replies")
+            self._task.add_done_callback(self._ended)
 
-    async def _receive(self) -> None:
-        poller = zmq.asyncio.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._gate.monitor, zmq.POLLIN)
+    async def _receive(self, router: Router) -> None:
         while True:
-            await poller.poll()
-            self._gate.look()
-            while (message := received(self._socket)) is not None:
-                identity, *frames = message
-                await self._take(identity.bytes, frames)
-            # only now: a rank that reported its failure has said more than that it is gone
-            for peer in self._gate.ended():
-                if peer is None:
-                    self._refusals.add(self._why_unnamed())
-                    continue
-                rank = self._roster.rank_of(peer)
-                if rank is not None and not self._leaving:
-                    self._fail(f"learner rank {rank} is gone: its connection ended", final=False)
+            match await router.next():
+                case PeerMessage() as message:
+                    self._take(message.route, message.buffers)
+                case StrangerGone():
+                    self._refusals.add(self._why_unheard())
+                case PeerGone(route):
+                    rank = self._roster.rank_of(route)
+                    if rank is not None and not self._leaving:
+                        gone = f"learner rank {rank} is gone: its connection ended"
+                        self._fail(gone, final=False)
             self._changed.set()
 
-    def _why_unnamed(self) -> str:
+    def _why_unheard(self) -> str:
         """Return why a connection that ended without a message counts as refused."""
-        shown = self._gate.refused.total()
+        shown = self._router.keys_refused.total()
         if shown > self._keys_refused:
             self._keys_refused += 1
             return "a connection without the run's keys"
         return "a connection that ended before it said a word, as a rank's does that cannot start"
 
-    async def _take(self, identity: bytes, frames: Sequence[zmq.Frame]) -> None:
+    def _take(self, identity: bytes, frames: Sequence[memoryview]) -> None:
         """Process one message of a peer that has the learner's key."""
         rank = self._roster.rank_of(identity)
-        if rank is None:  # one that reports why it cannot start is no stranger when it ends
-            self._gate.name(frames[0], identity)
         try:
-            reply = decode_reply([frame.buffer for frame in frames])
+            reply = decode_reply(frames)
             ignored = self._roster.accept(identity, reply)
         except BadMessage as error:
             if rank is None:
@@ -440,25 +403,25 @@ class RemoteLearner:
             return
         except RankBreach as breach:
             if breach.answer:
-                await self._answer(identity, RankRefused(str(breach)))
+                self._answer(identity, RankRefused(str(breach)))
             self._fail(f"learner {breach}", final=breach.final)
             return
         if ignored is not None:
             self._refusals.add(ignored)
         if isinstance(reply, RankHello):
             if ignored is not None:
-                await self._answer(identity, RankRefused(ignored))
+                self._answer(identity, RankRefused(ignored))
                 return
             welcome = replace(self._welcome, attempt=self._roster.attempt)
-            if not await self._answer(identity, welcome):
+            if not self._answer(identity, welcome):
                 # its connection may have ended before we knew whose it was
                 gone = f"learner rank {reply.rank} is gone: it left before its welcome"
                 self._fail(gone, final=False)
 
-    async def _answer(self, identity: bytes, message: RankWelcome | RankRefused) -> bool:
+    def _answer(self, identity: bytes, message: RankWelcome | RankRefused) -> bool:
         """Answer a peer; returns whether it was still connected."""
         try:
-            await self._socket.send_multipart([identity, encode(message)])
+            self._router.send(identity, [encode(message)])
         except zmq.ZMQError as error:
             self._refusals.add(f"a peer that left before its answer: {error}")
             return False

@@ -2,7 +2,8 @@
 
 It uses no socket and no clock. Invariant: a message either is the one expected from that rank, or
 it changes nothing but the count of rejected messages, or it is a Breach that ends the run and names
-the rank. Peers have shown the learner's key before any message of theirs arrives here (gate.py).
+the rank. Peers have shown the learner's key before any message of theirs arrives here
+(wire/gate.py).
 """
 
 from __future__ import annotations

@@ -8,31 +8,22 @@ seconds since the trace began.
 from __future__ import annotations
 
 from array import array
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
 from megatron_opd.metrics.timeline import PIPELINE, SYNC
+from megatron_opd.metrics.trace_events import ROW_NAME, DamagedEvent, TraceEvent, trace_event
 from megatron_opd.report.appended import AppendedLines
 
 STEP_BYTES = 8 * 2**20
-MICROSECOND = 1e-6
 PAUSED, WEIGHT_SYNC = "paused", "weight sync"
 
 Floats = npt.NDArray[np.float64]
-
-
-class _Event(msgspec.Struct, frozen=True):
-    ph: str
-    pid: int
-    name: str = ""
-    ts: int | float = 0
-    dur: int | float = 0
-    args: dict[str, Any] = {}
 
 
 @dataclass(slots=True)
@@ -68,7 +59,6 @@ class BusyLanes:
 
     def __init__(self, path: Path) -> None:
         self._lines = AppendedLines(path)
-        self._decoder = msgspec.json.Decoder(_Event)
         self._clear()
 
     def _clear(self) -> None:
@@ -82,28 +72,22 @@ class BusyLanes:
         if found.started_over:
             self._clear()
         for line in found.lines:
-            content = line.content.strip().removesuffix(b",")
-            if content not in (b"", b"[", b"]"):
-                self._add(content)
+            with suppress(DamagedEvent):
+                if event := trace_event(line.content):
+                    self._add(event)
         return found.more
 
-    def _add(self, content: bytes) -> None:
-        try:
-            event = self._decoder.decode(content)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return  # the last line of a run that was killed, or none of ours
-        if event.ph == "M" and event.name == "process_name":
+    def _add(self, event: TraceEvent) -> None:
+        if event.name == ROW_NAME:
             self._by_pid[event.pid] = BusyLane(str(event.args.get("name", "")))
         lane = self._by_pid.get(event.pid)
         if event.ph != "X" or lane is None:
             return
-        begin_s = event.ts * MICROSECOND
-        end_s = begin_s + event.dur * MICROSECOND
-        self.end_s = max(self.end_s, end_s)
+        self.end_s = max(self.end_s, event.stop_s)
         if event.name == PAUSED:
-            lane.pauses.add(begin_s, end_s)
+            lane.pauses.add(event.start_s, event.stop_s)
         elif lane.name != SYNC or event.name.startswith(WEIGHT_SYNC):  # its phases lie inside
-            lane.work.add(begin_s, end_s)
+            lane.work.add(event.start_s, event.stop_s)
 
     def between(self, from_s: float | None, to_s: float | None, bins: int) -> dict[str, Any]:
         """Return every lane from `from_s` to `to_s` (None: the begin, the end), in bins.

@@ -53,7 +53,7 @@ class WatchServer:
         self._watched = watched
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="watch")
         self._behind = True
-        self._told: str | None = None
+        self._problem: str | None = None
 
     def app(self, access: Access, port: int) -> web.Application:
         """Make the application; `port` names its cookie."""
@@ -81,11 +81,11 @@ class WatchServer:
         while True:
             try:
                 self._behind = await self._ask(self._watched.read)
-                self._told = None
+                self._problem = None
             except OSError as error:  # a file system that comes back is read on
-                if self._told != str(error):
+                if self._problem != str(error):
                     logger.warning("cannot read the run: %s", error)
-                self._told = str(error)
+                self._problem = str(error)
             await asyncio.sleep(0 if self._behind else READ_EVERY_S)
 
     async def _ask(self, call: Callable[..., ResultT], *arguments: Any) -> ResultT:
@@ -106,7 +106,7 @@ class WatchServer:
     async def _state(self, request: web.Request) -> web.Response:
         _checked(lambda: refuse_unknown(request.query, ()))
         found = await self._ask(self._watched.state)
-        return _json(found | {"reading": self._behind, "problem": self._told})
+        return _json(found | {"reading": self._behind, "problem": self._problem})
 
     async def _curves(self, request: web.Request) -> web.Response:
         columns = _checked(lambda: columns_query(request.query))

@@ -15,9 +15,9 @@ import msgspec
 
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.weight_sync.disk_messages import DiskRefused, Open, Write, Written, decode, encode
+from megatron_opd.weight_sync.disk_messages import Open, Write, num_written
 from megatron_opd.weight_sync.holdings import learner_holdings, server_holdings
-from megatron_opd.weight_sync.plan import room_of, staged_names
+from megatron_opd.weight_sync.plan import SyncSettings, staged_names
 from megatron_opd.weight_sync.reshard import bytes_received, plan_routes
 from megatron_opd.weight_sync.shards import (
     PATIENCE,
@@ -33,7 +33,6 @@ from megatron_opd.weight_sync.transport import (
     until_done,
 )
 from sglang_bridge import wire
-from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.weights.manifest import Opening, version_name
 
 if TYPE_CHECKING:
@@ -74,7 +73,7 @@ class Disk:
         """
         dtype = await self._compare()
         owner = f"{socket.gethostname()}:{self._config.run.dir.absolute()}"
-        await self._ask_learner(Open(self._stream, owner, dtype))
+        await num_written(self._ask, Open(self._stream, owner, dtype))
         await self._tell_servers()
 
     async def reopen(self) -> None:
@@ -92,14 +91,14 @@ class Disk:
         layouts = [server_layout(info) for info in self._fleet.infos]
         for layout, (url, found) in zip(layouts, pieces.items(), strict=True):
             require_as_planned(url, spec, layout, found)
-        room = room_of(settings, dtype, None)
+        limits = SyncSettings.of(settings, dtype, None)
         held = list(learner_holdings(spec, learner.parallel, learner.megatron))
         most, staged = 0, {part.name for part in held}
         for layout in set(layouts):
             wanted = list(server_holdings(spec, layout.tp, layout.ep))
-            received = bytes_received(plan_routes(held, wanted), room.item_bytes)
+            received = bytes_received(plan_routes(held, wanted), limits.item_bytes)
             most = max(most, *received.values())
-            staged &= staged_names(wanted, room.max_staged, room.item_bytes)
+            staged &= staged_names(wanted, limits.max_staged, limits.item_bytes)
         self._staged = None if settings.staging_bytes is None else tuple(sorted(staged))
         self._staged = self._staged if settings.staging else ()
         self._num_bytes = most
@@ -146,15 +145,9 @@ class Disk:
         self._num_written += 1
         # a server that did not take the last one may be unable to read it: the next is whole
         whole = self._taken is None or self._taken != self._newest
-        await self._ask_learner(Write(name, version, whole, self._taken))
+        await num_written(self._ask, Write(name, version, whole, self._taken))
         self._newest = self._ready = name
         return name
-
-    async def _ask_learner(self, request: Open | Write) -> None:
-        answer = decode(await self._ask(encode(request)))
-        if isinstance(answer, DiskRefused):
-            raise WeightSyncFailed(f"the learner: {answer.cause}")
-        assert isinstance(answer, Written)
 
 
 def _learner_part(full: FullTensors, config: Config) -> LearnerPart:

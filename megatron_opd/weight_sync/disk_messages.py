@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
+
 import msgspec
 
 from megatron_opd.wire.codec import Codec
+from sglang_bridge.errors import WeightSyncFailed
 
 
 class Open(msgspec.Struct, frozen=True, tag=True):
@@ -49,3 +52,12 @@ Message = Open | Write | Written | DiskRefused
 _CODEC = Codec[Message](Message)
 encode, decode = _CODEC.encode, _CODEC.decode
 """For a request or its answer. BadMessage: it is anything else."""
+
+
+async def num_written(ask: Callable[[bytes], Awaitable[bytes]], request: Open | Write) -> int:
+    """Return the bytes that the learner wrote when asked. WeightSyncFailed: it refused."""
+    answer = decode(await ask(encode(request)))
+    if isinstance(answer, DiskRefused):
+        raise WeightSyncFailed(f"the learner: {answer.cause}")
+    assert isinstance(answer, Written)
+    return answer.num_bytes

@@ -1,4 +1,4 @@
-"""Says which learner rank writes what of a version, and how much room versions take. Torch-free."""
+"""Says which learner rank writes what of a version, and what space versions take. Torch-free."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class DiskSizes:
     changes: int
 
     @property
-    def room(self) -> int:
+    def space(self) -> int:
         """Returns the bytes of the whole versions that are there at once."""
         return self.whole * self.wholes
 

@@ -12,7 +12,7 @@ from megatron_opd.weight_sync.holdings import Held
 from megatron_opd.weight_sync.shards_sender import cut
 from sglang_bridge.weights.changes import Changes, find_changes
 from sglang_bridge.weights.exchange import Read
-from sglang_bridge.weights.schedule import SlicePart
+from sglang_bridge.weights.message_order import SlicePart
 
 
 class Slices:

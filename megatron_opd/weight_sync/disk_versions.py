@@ -100,7 +100,7 @@ def left_behind(directory: Path) -> list[Path]:
         return []
 
 
-def told(error: OSError, path: Path) -> str:
+def error_text(error: OSError, path: Path) -> str:
     """Return what went wrong at `path`, or at the path that the error names, and the remedy."""
     where = error.filename or path
     if error.errno in (errno.ENOSPC, errno.EDQUOT):

@@ -23,7 +23,7 @@ from megatron_opd.weight_sync.disk_files import Content, write_file
 from megatron_opd.weight_sync.disk_messages import DiskRefused, Open, Write, Written, decode, encode
 from megatron_opd.weight_sync.disk_plan import writers
 from megatron_opd.weight_sync.disk_slices import Slices
-from megatron_opd.weight_sync.disk_versions import Stream, needed, told
+from megatron_opd.weight_sync.disk_versions import Stream, error_text, needed
 from megatron_opd.weight_sync.holdings import learner_holdings
 from megatron_opd.weight_sync.row_maxima import reader
 from sglang_bridge.weights.manifest import File, Manifest
@@ -118,8 +118,8 @@ class DiskWriter:
         self._step(path, lambda: written.append(write_file(path, contents)))
         if self._crew.size == 1:
             return tuple(written)
-        told_by_rank = all_gather_json(msgspec.to_builtins(written[0]), self._crew)
-        return tuple(msgspec.convert(each, File) for each in told_by_rank)
+        by_rank = all_gather_json(msgspec.to_builtins(written[0]), self._crew)
+        return tuple(msgspec.convert(each, File) for each in by_rank)
 
     def _require_seen(self, path: Path) -> None:
         until = time.monotonic() + SHOWN_S
@@ -138,6 +138,6 @@ class DiskWriter:
             try:
                 work()
             except OSError as error:
-                raise ValueError(told(error, path)) from error
+                raise ValueError(error_text(error, path)) from error
 
         self._crew.step(named, root_only=root_only)

@@ -68,7 +68,8 @@ class MemoryTurns:
                     "schedule.time_shared: %s frees no GPU memory of %s, which needs CUDA and a "
                     "server started with --enable-memory-saver --enable-weights-cpu-backup; the "
                     "turns are taken all the same",
-                    *(url, " and ".join(sorted(tag for _, tag in kept))),
+                    url,
+                    " and ".join(sorted(tag for _, tag in kept)),
                 )
 
     async def onload_learner(self) -> None:

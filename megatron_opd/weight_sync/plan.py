@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, Self
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.sections import WeightSyncConfig
@@ -24,7 +24,7 @@ from megatron_opd.weight_sync.holdings import (
 )
 from megatron_opd.weight_sync.reshard import plan_routes
 from sglang_bridge.weights.formats import PLAIN, Format, Kind, item_bytes
-from sglang_bridge.weights.schedule import Bucket, Limits, Route, SlicePlace, outgoing
+from sglang_bridge.weights.message_order import Bucket, Limits, Route, SlicePlace, outgoing
 from sglang_bridge.weights.share import encode_routes, encode_share
 
 
@@ -37,11 +37,11 @@ class ServerLayout:
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class SyncSettings:
     """Says what servers hold, and how much of it moves at once.
 
     dtype: of what is not quantised. max_elements: numbers of a bucket. max_staged: bytes that a
-    server rank has room to stage. relays: whether servers pass on what they receive.
+    server rank can stage. relays: whether servers pass on what they receive.
     """
 
     dtype: str
@@ -49,6 +49,20 @@ class Room:
     max_elements: int
     max_staged: float
     relays: bool = False
+
+    @classmethod
+    def of(cls, config: WeightSyncConfig, dtype: str, format: Format | None) -> Self:
+        """Return what servers of `dtype` and `format` hold, and the limits of the configuration."""
+        sizes = item_bytes(dtype)
+        largest = sizes[PLAIN] if format is None else max(sizes.values())
+        shadow = math.inf if config.staging_bytes is None else config.staging_bytes
+        return cls(
+            dtype,
+            format,
+            max_elements=max(1, config.bucket_bytes // largest),
+            max_staged=shadow if config.staging else 0,
+            relays=config.relay,
+        )
 
     @property
     def item_bytes(self) -> Mapping[Kind, int]:
@@ -107,46 +121,32 @@ def plan_sync(
     parallel: ParallelConfig,
     fields: Mapping[str, Any],
     servers: Sequence[ServerLayout],
-    room: Room,
+    settings: SyncSettings,
 ) -> SyncPlan:
     """Plan a weight sync to `servers`, in their order. fields: learner.megatron.
 
     CannotReshard: the learner does not hold what the servers want.
     """
-    learner = list(as_held(learner_holdings(spec, parallel, fields), room.format))
+    learner = list(as_held(learner_holdings(spec, parallel, fields), settings.format))
     *firsts, receivers = accumulate((server.tp for server in servers), initial=0)
     layouts: list[LayoutPlan] = []
     for layout in sorted(set(servers)):
-        held = list(as_held(server_holdings(spec, layout.tp, layout.ep), room.format))
-        names = staged_names(held, room.max_staged, room.item_bytes)
+        held = list(as_held(server_holdings(spec, layout.tp, layout.ep), settings.format))
+        names = staged_names(held, settings.max_staged, settings.item_bytes)
         staged: list[Route] = []
         paused: list[Route] = []
         for route in plan_routes(learner, held):
             (staged if route.name in names else paused).append(route)
         at = tuple(first for first, other in zip(firsts, servers, strict=True) if other == layout)
         layouts.append(LayoutPlan(tuple(staged), tuple(paused), at))
-    limits = Limits(parallel.world_size, receivers, room.max_elements, room.relays)
+    limits = Limits(parallel.world_size, receivers, settings.max_elements, settings.relays)
     return SyncPlan(tuple(layouts), limits)
-
-
-def room_of(settings: WeightSyncConfig, dtype: str, format: Format | None) -> Room:
-    """Return what servers of `dtype` and `format` hold, and the limits of the configuration."""
-    sizes = item_bytes(dtype)
-    largest = sizes[PLAIN] if format is None else max(sizes.values())
-    shadow = math.inf if settings.staging_bytes is None else settings.staging_bytes
-    return Room(
-        dtype,
-        format,
-        max_elements=max(1, settings.bucket_bytes // largest),
-        max_staged=shadow if settings.staging else 0,
-        relays=settings.relay,
-    )
 
 
 def staged_names(
     held: Iterable[Held], max_bytes: float, item_bytes: Mapping[Kind, int]
 ) -> frozenset[str]:
-    """Return the tensors that are staged: as many, from the first, as every rank has room for."""
+    """Return the tensors that are staged: as many, from the first, as every rank can."""
     shares: dict[str, Counter[int]] = defaultdict(Counter)
     for part in held:
         for rank in part.ranks:

@@ -1,7 +1,7 @@
 """Syncs learner weights to the student's servers without discarding any request in flight.
 
 A weight sync is tried a few times (steps.py: what one try does). After a failed try every server is
-asked to settle: one that does not answer is lost, and so is one that is at fault a second time. A
+asked to abandon it: one that does not answer is lost, and so is one at fault a second time. A
 try that lost a server does not count: how often servers may be lost is bounded elsewhere. The
 others are connected anew and get the weights, of which they may hold a mixture: until a try
 succeeds none of them samples. Where too few servers or no time is left the weight sync fails, and
@@ -27,7 +27,7 @@ from typing import TypeVar
 
 from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.metrics.types import WeightSyncReport
-from megatron_opd.records.types import LearnerTurn
+from megatron_opd.records.types import ALONE, LearnerTurn
 from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.steps import DigestingLearner, Steps, SyncedFleet
 from megatron_opd.weight_sync.transport import FleetPart, OverlappingPart
@@ -47,16 +47,6 @@ class OfAnotherRun(WeightSyncFailed):
     """Reports a server that cannot take part, however often it is tried."""
 
 
-class Alone:
-    """Stands for the turn where nothing trains besides; implements types.LearnerTurn."""
-
-    def release(self) -> None:
-        """Do nothing: nobody waits for the learner."""
-
-    async def take_back(self) -> None:
-        """Return at once: no update is running."""
-
-
 Lose = Callable[[str, str], bool]
 """Takes the server at a url out of the fleet, for a reason; returns False if the run needs it."""
 
@@ -64,9 +54,6 @@ Lose = Callable[[str, str], bool]
 def needed(url: str, why: str) -> bool:
     """Return False: the run needs every server."""
     return False
-
-
-ALONE = Alone()
 
 
 class WeightSync:
@@ -119,7 +106,7 @@ class WeightSync:
             if used:
                 self._steps.start(self._config.try_s)
                 await self._steps.take("abort", self._fleet.abort_all())
-                await self._settle(WeightSyncFailed("the servers were in use"), Counter())
+                await self._prepare_retry(WeightSyncFailed("the servers were in use"), Counter())
             await self._tried("opening", partial(self._connect, used), ALONE)
             self._opened = True
 
@@ -147,11 +134,11 @@ class WeightSync:
     async def restore_memory(self, urls: Sequence[str]) -> None:
         """Leave these servers with all their memory, whatever was going on when the run ended."""
         if self._memory is not None and urls:
-            await self._memory.restore(urls, self._config.settle_s)
+            await self._memory.restore(urls, self._config.cleanup_s)
 
-    async def stranded(self) -> None:
+    async def until_none_serves(self) -> None:
         """Return once no server is left that holds the live version."""
-        await self._fleet.stranded()
+        await self._fleet.until_none_serves()
 
     async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
         """Sync the current version again whenever only servers without it are left.
@@ -161,7 +148,7 @@ class WeightSync:
         are about to be synced anyway. learner: held by whoever uses it.
         """
         while True:
-            await self._fleet.stranded()
+            await self._fleet.until_none_serves()
             # one under way brings the weights, and may take the learner back: not waited for here
             async with learner:
                 if not self._syncing.locked():
@@ -171,7 +158,7 @@ class WeightSync:
     async def _serve(self, current: Callable[[], int | None]) -> None:
         async with self._syncing:
             version = current()
-            if self._fleet.is_stranded and version is not None:
+            if self._fleet.none_serves and version is not None:
                 await self._sync(version, ALONE)
 
     async def start_over(self) -> None:
@@ -181,9 +168,9 @@ class WeightSync:
         """
         async with self._syncing:
             self._failed, self._num_syncs = None, 0
-            await self._settle(WeightSyncFailed("the learner is lost"), Counter())
+            await self._prepare_retry(WeightSyncFailed("the learner is lost"), Counter())
 
-    async def part_with(self, url: str, drop: Callable[[], None]) -> str | None:
+    async def remove_server(self, url: str, drop: Callable[[], None]) -> str | None:
         """Let a server leave the transport's group between two weight syncs, and `drop` it.
 
         The others leave too; the next weight sync connects them anew. Returns why the server may
@@ -194,10 +181,10 @@ class WeightSync:
             if self._opened and url in self._fleet.urls:
                 self._connected = None
                 try:
-                    async with asyncio.timeout(self._config.settle_s):
+                    async with asyncio.timeout(self._config.cleanup_s):
                         await self._transport.close()
                 except (WeightSyncFailed, TimeoutError) as error:
-                    kept = str(error) or f"no answer within {self._config.settle_s:g} s"
+                    kept = str(error) or f"no answer within {self._config.cleanup_s:g} s"
             drop()
             return kept
 
@@ -238,7 +225,7 @@ class WeightSync:
         await self._steps.take("open", connect())
         if (
             again and not used
-        ):  # they were paused to settle; all of them have the weights they started with
+        ):  # a failed try paused them; all of them have the weights they started with
             await self._steps.take("continue", self._fleet.resume())
 
     async def _tried(
@@ -260,7 +247,7 @@ class WeightSync:
                 logger.warning("%s, try %d: %s", what, number, error)
                 faults.update(error.servers)
                 took_part = {*before, *self._fleet.urls, *error.servers}
-                await self._settle(error, faults)
+                await self._prepare_retry(error, faults)
                 lost = took_part.difference(self._fleet.urls)
                 for url in lost:  # what comes back there is another process
                     del faults[url]
@@ -292,10 +279,10 @@ class WeightSync:
             start = partial(self._overlapping.start, version, released)
         return await self._steps.sync(version, verifies=verifies, live=unsure, start=start)
 
-    async def _settle(self, error: WeightSyncFailed, faults: Counter[str]) -> None:
+    async def _prepare_retry(self, error: WeightSyncFailed, faults: Counter[str]) -> None:
         """Prepare for another try. WeightSyncFailed: too few servers are left for one."""
         self._connected = None
-        lost = dict(await self._fleet.settle(self._config.settle_s))
+        lost = dict(await self._fleet.abandon_weight_update(self._config.cleanup_s))
         for url, count in faults.items():
             if count >= FAULTS:
                 lost.setdefault(url, f"{count} tries failed there: {error}")

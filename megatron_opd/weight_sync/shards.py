@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.weight_sync.holdings import as_held, server_holdings
-from megatron_opd.weight_sync.plan import ServerLayout, plan_sync, room_of
+from megatron_opd.weight_sync.plan import ServerLayout, SyncSettings, plan_sync
 from megatron_opd.weight_sync.quantised_pieces import CannotServe, plain_pieces
 from megatron_opd.weight_sync.shards_messages import (
     FinishSending,
@@ -88,8 +88,9 @@ class Shards:
         layouts = [server_layout(info) for info in self._fleet.infos]
         for layout, (url, found) in zip(layouts, pieces.items(), strict=True):
             require_as_planned(url, spec, layout, found, format)
-        learner, room = self._config.learner, room_of(self._config.weight_sync, dtype, format)
-        plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, room)
+        learner = self._config.learner
+        settings = SyncSettings.of(self._config.weight_sync, dtype, format)
+        plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, settings)
         urls = [info.url for info in self._fleet.infos]
         expected = await self._fleet.expect_weights(plan.shares(urls))
         self._sends_in_pause = plan.sends_in_pause

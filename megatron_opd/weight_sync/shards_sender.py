@@ -19,7 +19,7 @@ from megatron_opd.models.ranks import all_gather_json
 from megatron_opd.models.views import View, views_by_name
 from megatron_opd.weight_sync import group as groups
 from megatron_opd.weight_sync.background import Background
-from megatron_opd.weight_sync.plan import ServerLayout, plan_sync, room_of
+from megatron_opd.weight_sync.plan import ServerLayout, SyncSettings, plan_sync
 from megatron_opd.weight_sync.quantised import Quantiser
 from megatron_opd.weight_sync.row_maxima import reader
 from megatron_opd.weight_sync.shards_messages import (
@@ -37,8 +37,8 @@ from megatron_opd.weight_sync.shards_messages import (
 from sglang_bridge.errors import one_line
 from sglang_bridge.weights.exchange import Message, PeerLost, Read, send
 from sglang_bridge.weights.formats import Format, dtype_of
+from sglang_bridge.weights.message_order import Bucket, SlicePart
 from sglang_bridge.weights.same_host import find_lanes
-from sglang_bridge.weights.schedule import Bucket, SlicePart
 
 NOT_CONNECTED = "the weight group is not connected"
 
@@ -137,8 +137,8 @@ class ShardsSender:
         full, learner = self._full, self._config.learner
         servers = [ServerLayout(tp, ep) for _, tp, ep in asked.servers]
         format = self._config.student.quantization
-        room = room_of(self._config.weight_sync, asked.dtype, format)
-        plan = plan_sync(full.spec, learner.parallel, learner.megatron, servers, room)
+        settings = SyncSettings.of(self._config.weight_sync, asked.dtype, format)
+        plan = plan_sync(full.spec, learner.parallel, learner.megatron, servers, settings)
         views = self._views(format, asked.dtype)
         first, rank = full.world.size, full.world.rank
         self._staged, self._paused = (

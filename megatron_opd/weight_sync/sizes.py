@@ -17,7 +17,7 @@ from megatron_opd.weight_sync.reshard import (
     plan_routes,
 )
 from sglang_bridge.weights.formats import Kind, item_bytes
-from sglang_bridge.weights.schedule import Route
+from sglang_bridge.weights.message_order import Route
 
 GB = 10**9
 

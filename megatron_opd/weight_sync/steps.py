@@ -44,11 +44,11 @@ class SyncedFleet(Protocol):
         ...
 
     @property
-    def is_stranded(self) -> bool:
+    def none_serves(self) -> bool:
         """Returns whether no server gives answers, and one that was added waits for weights."""
         ...
 
-    async def stranded(self) -> None:
+    async def until_none_serves(self) -> None:
         """Return once that is so."""
         ...
 
@@ -89,7 +89,7 @@ class SyncedFleet(Protocol):
         """Stop every request on all servers, whoever sent it."""
         ...
 
-    async def settle(self, limit_s: float) -> Mapping[str, str]:
+    async def abandon_weight_update(self, limit_s: float) -> Mapping[str, str]:
         """Pause all servers and end what a failed try began; return which could not, and why."""
         ...
 

@@ -19,7 +19,8 @@ import torch
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack, pack_logp, pack_weights
 from sglang_bridge.columns import axis_of
-from sglang_bridge.server import compat, seeded
+from sglang_bridge.server import seeded
+from sglang_bridge.server.compat import batches, ranks
 from sglang_bridge.server.rows import build_rows, forced
 from sglang_bridge.server.sampling import Behaviour, behaviour
 from sglang_bridge.server.selection import Selected, Wanted, select
@@ -33,7 +34,7 @@ _RAGGED = {name: axis_of(name) == "N" for name in wire.DRAW_FIELDS}
 
 def support_of(req: Any) -> tuple[int, int] | None:
     """Returns (atoms, draws) per token that a request asked for; None when it keeps no record."""
-    params = compat.custom_params(req)
+    params = batches.custom_params(req)
     if wire.NUM_DRAWS not in params:
         return None
     return int(params.get(wire.NUM_ATOMS, 0)), int(params[wire.NUM_DRAWS])
@@ -134,8 +135,8 @@ class HostRows:
                 name: values[i, : length_B[i]] if _RAGGED[name] else values[i : i + 1]
                 for name, values in arrays.items()
             }
-            exact = bool(compat.custom_params(req).get(wire.EXACT))
-            record = compat.record_of(
+            exact = bool(batches.custom_params(req).get(wire.EXACT))
+            record = batches.record_of(
                 req, RECORD, lambda s=support, e=exact: DrawRecord(*s, exact=e)
             )
             record.append(commit.output_index, row, self.version)
@@ -196,12 +197,12 @@ def step_of(batch: Any) -> Step | None:
     if not any(support is not None for support in supports):
         return None
     atoms_B, draws_B = np.array([s or (0, 0) for s in supports], dtype=np.int64).T
-    thin_B = np.array([bool(compat.custom_params(req).get(wire.THIN)) for req in batch.reqs])
+    thin_B = np.array([bool(batches.custom_params(req).get(wire.THIN)) for req in batch.reqs])
     wanted = Wanted(atoms_B, draws_B, thin_B)
-    if not compat.is_deterministic():
+    if not ranks.is_deterministic():
         return Step(wanted)
-    seed_B = [compat.seed_of(req) for req in batch.reqs]
-    position_B = compat.next_positions(batch)
+    seed_B = [batches.seed_of(req) for req in batch.reqs]
+    position_B = batches.next_positions(batch)
     return Step(wanted, seeded.step_uniforms(seed_B, seeded.DRAWS, position_B, draws_B.tolist()))
 
 
@@ -220,7 +221,7 @@ class DrawObserver:
     def before_grammar(self, logits_BV: torch.Tensor, info: Any) -> tuple[Behaviour, Selected]:
         """Returns the behaviour distribution and a selection, before the sampler runs."""
         assert _step is not None
-        policy = behaviour(logits_BV, info.temperatures, **compat.sampling_filters(info))
+        policy = behaviour(logits_BV, info.temperatures, **batches.sampling_filters(info))
         if _step.uniform_BM is None:
             shape = (logits_BV.shape[0], _step.wanted.max_draws)
             uniform_BM = torch.rand(
@@ -245,7 +246,7 @@ class DrawObserver:
             "weight_N": rows.weight_BR,
             "sampler_logp_N": rows.logp_BR,
         }
-        return DeviceRows(tensors, compat.weight_version())
+        return DeviceRows(tensors, ranks.weight_version())
 
 
 def _path_logp(policy: Behaviour, path_B1: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,7 @@ import numpy as np
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack, unpack
-from sglang_bridge.server import compat
+from sglang_bridge.server.compat import startup
 from sglang_bridge.server.text import to_text
 from sglang_bridge.work_request import WorkRequest, decode_work
 
@@ -28,7 +28,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 
 def add_work_route() -> None:
     """Lets this server answer wire.WORK_ROUTE."""
-    compat.add_route(
+    startup.add_route(
         wire.WORK_ROUTE,
         wire.WORK_TYPE,
         lambda body: generate_arguments(decode_work(body)),

@@ -2,7 +2,7 @@
 
 Each server has a session (and so a process group) of its own, which `stop` signals by its id;
 SGLang's schedulers and detokenizer are in it. If the owner dies without stopping it, the server
-notices and kills its group (sglang_bridge.server.__main__).
+notices and kills its group (sglang_bridge.server.entry).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import os
 import secrets
 import signal
 import socket
-import subprocess
 import time
 import urllib.error
 import urllib.parse
@@ -26,6 +25,7 @@ from sglang_bridge import wire
 from sglang_bridge.errors import ModelRefused, PortInUse, ServerDied, exit_text
 from sglang_bridge.proof import new_nonce, proof
 from sglang_bridge.server import files
+from sglang_bridge.server.forks import ServerChild, start_server
 from sglang_bridge.server.spec import REFUSED, ServerSpec, server_command, server_env
 from sglang_bridge.server.workers import group_states, process_group
 
@@ -145,7 +145,7 @@ class ServerProcess:
         self.log_path = log_path
         self._api_key = api_key
         self._nonce = new_nonce()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: ServerChild | None = None
         self.files: str | None = None
         self._cause: str | None = None
         self._pids: set[int] = set()
@@ -177,16 +177,8 @@ class ServerProcess:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         self.files = files.make()
         with self.log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                server_command(self.spec),
-                env=server_env(
-                    self.spec, api_key=self._api_key, files=self.files, nonce=self._nonce
-                ),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            env = server_env(self.spec, api_key=self._api_key, files=self.files, nonce=self._nonce)
+            self._process = start_server(server_command(self.spec), env, log)
 
     def exit_code(self) -> int | None:
         """Returns the exit code, negative for a signal; None while it runs and before start."""
@@ -237,14 +229,14 @@ class ServerProcess:
             return
         group = self._process.pid
         self._pids.update(process_group(group))
-        if grace_s > 0 and self._signal(group, signal.SIGTERM):
+        if grace_s > 0 and signal_group(group, signal.SIGTERM):
             deadline_s = time.monotonic() + grace_s
             while time.monotonic() < deadline_s:
                 if len(running_states(group)) <= self.is_running():
                     break
                 time.sleep(0.05)
         # Also after a clean exit: a scheduler may outlive the parent that was to collect it.
-        self._signal(group, signal.SIGKILL)
+        signal_group(group, signal.SIGKILL)
         self._process.wait()
         while self._group_lives(group):
             time.sleep(0.02)
@@ -260,12 +252,13 @@ class ServerProcess:
         self._process.poll()  # collects our own child, which would otherwise stay a zombie
         return len(running_states(group)) > 0
 
-    @staticmethod
-    def _signal(group: int, number: int) -> bool:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(group, number)
-            return True
-        return False
+
+def signal_group(group: int, number: int) -> bool:
+    """Sends a signal to a process group; returns whether there was one."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+        return True
+    return False
 
 
 def running_states(group: int) -> list[str]:

@@ -24,7 +24,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_bridge.errors import one_line, some
-from sglang_bridge.server import compat, pieces
+from sglang_bridge.server import pieces
+from sglang_bridge.server.compat import ranks
 from sglang_bridge.server.spec import MODEL_KEY_VARIABLE, REFUSED
 
 logger = logging.getLogger(__name__)
@@ -89,7 +90,7 @@ def around_load_weights(
         logger.exception("the checkpoint cannot be loaded")
         failed = [one_line(f"{type(error).__name__}: {error}", 200)]
     lacking = [] if failed else missing(model, defaults)
-    found = compat.gather_from_ranks((failed, lacking, sorted(reads.unread)))
+    found = ranks.gather_from_ranks((failed, lacking, sorted(reads.unread)))
     errors = [text for each in found for text in each[0]]
     names = sorted({name for each in found for name in each[1]})
     if errors:
@@ -104,8 +105,8 @@ def around_load_weights(
 def refuse(what: str) -> None:
     """Writes one line for whoever started this server and raises Incomplete. what: see there."""
     key = os.environ.get(MODEL_KEY_VARIABLE, "--model-path")
-    if compat.tp_rank() == 0:
-        sys.stderr.write(f"{REFUSED}{key}: {compat.model_path()} {what}\n")
+    if ranks.tp_rank() == 0:
+        sys.stderr.write(f"{REFUSED}{key}: {ranks.model_path()} {what}\n")
         sys.stderr.flush()
     raise Incomplete(what)
 

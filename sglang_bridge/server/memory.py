@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_bridge import wire
-from sglang_bridge.server import compat
+from sglang_bridge.server.compat import ranks
 
 
 def release(scheduler: Any, tags: Sequence[str]) -> dict[str, str]:
@@ -26,7 +26,7 @@ def release(scheduler: Any, tags: Sequence[str]) -> dict[str, str]:
     if wanted:
         if not updater.is_fully_idle(ignore_waiting=scheduler._engine_paused):
             return {wire.PENDING: ""}
-        updater.release_memory_occupation(compat.memory_request("Release", wanted))
+        updater.release_memory_occupation(ranks.memory_request("Release", wanted))
     return facts(scheduler)
 
 
@@ -35,7 +35,7 @@ def resume(scheduler: Any, tags: Sequence[str]) -> dict[str, str]:
     updater = scheduler.weight_updater
     wanted = [tag for tag in tags if tag in updater.offload_tags]
     if wanted:
-        updater.resume_memory_occupation(compat.memory_request("Resume", wanted))
+        updater.resume_memory_occupation(ranks.memory_request("Resume", wanted))
     return facts(scheduler)
 
 

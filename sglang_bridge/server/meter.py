@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sglang_bridge.server import compat
+from sglang_bridge.server.compat import batches
 from sglang_bridge.work import PassSums, ServerWork
 
 
@@ -24,7 +24,7 @@ class PassMeter:
     def begin(self, batch: Any) -> None:
         """Begin a pass; whatever came before it is over."""
         self.end()
-        found = compat.pass_of(batch)
+        found = batches.pass_of(batch)
         if found is not None:
             self._open = (*found, self._busy(), self._cpu())
 

@@ -16,7 +16,7 @@ from sglang_bridge import wire
 from sglang_bridge.claims import CONFLICT, LEASE_S, Claim, ClaimStep, Step
 from sglang_bridge.errors import one_line
 from sglang_bridge.proof import MOST_CHALLENGE, proof
-from sglang_bridge.server import compat
+from sglang_bridge.server.compat import startup
 
 MOST_BYTES = 1 << 14
 MOST_CLAIMS = 1024
@@ -53,14 +53,14 @@ class Claims:
             return f"{own.claim.name} goes on with this run, this process is not to"
         for held in self._held.values():
             if held.claim.run != claim.run and (held.claim.writes or claim.writes):
-                return _told(held.claim, now_s - held.until_s + LEASE_S)
+                return _in_use_text(held.claim, now_s - held.until_s + LEASE_S)
         if own is None and len(self._held) == MOST_CLAIMS:
             return f"{MOST_CLAIMS} runs use this server already"
         self._held[key] = _Held(claim, now_s + LEASE_S)
         return None
 
 
-def _told(held: Claim, silent_s: float) -> str:
+def _in_use_text(held: Claim, silent_s: float) -> str:
     does = (
         "writes its weights into this server, which no other run may use meanwhile"
         if held.writes
@@ -87,20 +87,20 @@ def add_owner_routes(nonce: str | None) -> None:
     async def prove(request: Any) -> Any:
         challenge = request.query_params.get(wire.CHALLENGE, "")
         known = nonce is not None and 0 < len(challenge) <= MOST_CHALLENGE
-        return compat.reply(proof(nonce, challenge) if known and nonce else "", 200)
+        return startup.reply(proof(nonce, challenge) if known and nonce else "", 200)
 
     async def claim(request: Any) -> Any:
         body = bytearray()
         async for chunk in request.stream():
             body += chunk
             if len(body) > MOST_BYTES:
-                return compat.reply(f"a body of more than {MOST_BYTES} bytes", 413)
+                return startup.reply(f"a body of more than {MOST_BYTES} bytes", 413)
         try:
             asked = read_step(bytes(body))
         except ValueError as error:
-            return compat.reply(str(error), 400)
+            return startup.reply(str(error), 400)
         refused = claims.refusal(asked.claim, asked.step)
-        return compat.reply(refused or "", 200 if refused is None else CONFLICT)
+        return startup.reply(refused or "", 200 if refused is None else CONFLICT)
 
-    compat.add_own_route(wire.PROOF_ROUTE, prove, "GET")
-    compat.add_own_route(wire.CLAIM_ROUTE, claim, "POST")
+    startup.add_own_route(wire.PROOF_ROUTE, prove, "GET")
+    startup.add_own_route(wire.CLAIM_ROUTE, claim, "POST")

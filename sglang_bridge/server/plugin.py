@@ -13,7 +13,6 @@ import torch
 
 from sglang_bridge import wire
 from sglang_bridge.server import (
-    compat,
     disk_reader,
     draws,
     gates,
@@ -29,6 +28,7 @@ from sglang_bridge.server import (
     seeded,
     validate,
 )
+from sglang_bridge.server.compat import batches, hooks, ranks, startup
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.sampling import dropped
 from sglang_bridge.server.spec import (
@@ -57,42 +57,42 @@ def register() -> None:
 
     Raises for another SGLang than the supported one (SGLang logs it and continues).
     """
-    compat.require_supported_version()
-    compat.bind_stores()
-    compat.hook(compat.AFTER_RUNNER_INIT, install_observer, "after")
-    compat.hook(compat.STREAMER_CLASS, streamer_class, "replace")
-    compat.hook(compat.WHILE_PAUSED, rest_while_paused, "after")
-    compat.hook(compat.ON_IDLE, before_idling, "before")
-    compat.hook(compat.FORWARD, around_forward, "around")
-    compat.hook(compat.INPUT_LOGPROBS, around_input_logprobs, "around")
-    compat.hook(compat.CHECK_WEIGHTS, around_check_weights, "around")
-    compat.hook(compat.VALIDATE, around_validate, "around")
-    compat.hook(compat.NATIVE_EXPERTS, local_experts_only, "around")
-    compat.hook(compat.INIT_GROUP, around_init_group, "around")
-    compat.hook(compat.BATCH_INVARIANT, around_batch_invariant, "around")
-    compat.hook(compat.LOGITS, around_logits, "around")
-    compat.hook(compat.SAMPLE, around_sample, "around")
-    compat.hook(compat.LOAD_MODEL, loaded.around_load_model, "around")
-    compat.hook(compat.LOAD_WEIGHTS, loaded.around_load_weights, "around")
-    compat.hook(compat.QUANT_CONFIG, around_quant_config, "around")
+    hooks.require_supported_version()
+    startup.bind_stores()
+    hooks.hook(hooks.AFTER_RUNNER_INIT, install_observer, "after")
+    hooks.hook(hooks.STREAMER_CLASS, streamer_class, "replace")
+    hooks.hook(hooks.WHILE_PAUSED, rest_while_paused, "after")
+    hooks.hook(hooks.ON_IDLE, before_idling, "before")
+    hooks.hook(hooks.FORWARD, around_forward, "around")
+    hooks.hook(hooks.INPUT_LOGPROBS, around_input_logprobs, "around")
+    hooks.hook(hooks.CHECK_WEIGHTS, around_check_weights, "around")
+    hooks.hook(hooks.VALIDATE, around_validate, "around")
+    hooks.hook(hooks.NATIVE_EXPERTS, local_experts_only, "around")
+    hooks.hook(hooks.INIT_GROUP, around_init_group, "around")
+    hooks.hook(hooks.BATCH_INVARIANT, around_batch_invariant, "around")
+    hooks.hook(hooks.LOGITS, around_logits, "around")
+    hooks.hook(hooks.SAMPLE, around_sample, "around")
+    hooks.hook(hooks.LOAD_MODEL, loaded.around_load_model, "around")
+    hooks.hook(hooks.LOAD_WEIGHTS, loaded.around_load_weights, "around")
+    hooks.hook(hooks.QUANT_CONFIG, around_quant_config, "around")
     if gates.kept():
-        compat.hook(compat.EXPERT_RECORD, gates.around_record, "around")
-        compat.hook(compat.EXPERT_CHOICE, gates.around_choice, "around")
-        compat.hook(compat.EXPERT_CAPTURE, gates.around_capture, "around")
+        hooks.hook(hooks.EXPERT_RECORD, gates.around_record, "around")
+        hooks.hook(hooks.EXPERT_CHOICE, gates.around_choice, "around")
+        hooks.hook(hooks.EXPERT_CAPTURE, gates.around_capture, "around")
     if not torch.cuda.is_available():
-        compat.allow_deterministic_attention("torch_native")
+        ranks.allow_deterministic_attention("torch_native")
 
 
 def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
     """Gives the output rank its draws: the model runner's observer, the scores' generator."""
     global _generator, _runner
-    if compat.is_deterministic() and not torch.cuda.is_available():
+    if ranks.is_deterministic() and not torch.cuda.is_available():
         named = runner.model.named_parameters()
         invariance.check(held for name, held in named if not name.endswith(SCALES_SUFFIX))
     if runner.is_draft_worker:
         return
     _runner = runner
-    if compat.is_output_rank():
+    if ranks.is_output_rank():
         seed = int(os.environ.get(SEED_VARIABLE, "0"))
         runner.sampling_observer = draws.DrawObserver(runner.device, seed)
         _generator = torch.Generator(device=runner.device)
@@ -102,7 +102,7 @@ def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> No
 @cache
 def model_experts() -> routing.Experts:
     """Describes the experts of this server's model; not for while the runner is being built."""
-    return routing.Experts(*compat.experts_of(_runner.model, _runner.model_config))
+    return routing.Experts(*ranks.experts_of(_runner.model, _runner.model_config))
 
 
 def payload_of(req: Any) -> dict[str, Any] | None:
@@ -112,7 +112,7 @@ def payload_of(req: Any) -> dict[str, Any] | None:
         wire.SCORES: scoring.RECORD,
         wire.EXPERTS: routing.RECORD,
     }
-    found = {key: compat.find_record(req, name) for key, name in records.items()}
+    found = {key: batches.find_record(req, name) for key, name in records.items()}
     return {key: record.payload() for key, record in found.items() if record is not None} or None
 
 
@@ -120,7 +120,7 @@ def streamer_class(scheduler: Any) -> type:
     """Returns SGLang's output streamer with our payload."""
     global _scheduler
     _scheduler = scheduler
-    return compat.streamer_class(payload_of, wire.PAYLOAD)
+    return batches.streamer_class(payload_of, wire.PAYLOAD)
 
 
 def rest_while_paused(result: None, scheduler: Any) -> None:
@@ -144,8 +144,8 @@ def around_forward(
     if batch is None:
         return original(worker, batch, *args, **kwargs)
     _meter.begin(batch)
-    with compat.sampled_by(batch, compat.batch_seeds(batch)):
-        if compat.is_output_rank():
+    with batches.sampled_by(batch, batches.batch_seeds(batch)):
+        if ranks.is_output_rank():
             return recorded(original, worker, batch, *args, **kwargs)
         return original(worker, batch, *args, **kwargs)
 
@@ -157,7 +157,7 @@ def recorded(
     global _plan
     step = draws.step_of(batch)
     slots = routing.slots_of(batch, model_experts)
-    if compat.is_scoring_batch(batch) and any(map(scoring.wants_scores, batch.reqs)):
+    if batches.is_scoring_batch(batch) and any(map(scoring.wants_scores, batch.reqs)):
         assert _generator is not None
         _plan = score_plan.ScorePlan(batch, _generator)
     plan = _plan
@@ -167,11 +167,11 @@ def recorded(
     finally:
         _plan = None
     if step is not None:
-        compat.wrap_delayed_sampling(result, lambda: draws.sampling_step(step))
+        batches.wrap_delayed_sampling(result, lambda: draws.sampling_step(step))
     if plan is not None and plan.parts:
-        compat.attach_auxiliary(result, plan)
+        batches.attach_auxiliary(result, plan)
     if slots is not None:
-        compat.attach_auxiliary(result, slots)
+        batches.attach_auxiliary(result, slots)
     return result
 
 
@@ -216,7 +216,7 @@ def around_check_weights(
     if verb not in answers:
         return original(checker, action, *args, **kwargs)
     # a rank that raised would leave the others waiting for its answer
-    return compat.checksum_payload(
+    return ranks.checksum_payload(
         checker,
         lambda model: receiver.answer(lambda: answers[verb](model), _receiver),
         role=kwargs["role"],
@@ -226,14 +226,14 @@ def around_check_weights(
 def model_facts(model: Any) -> dict[str, str]:
     """Returns what the client asks of a model; text, as the reply carries only text."""
     format = os.environ.get(QUANTIZATION_VARIABLE, wire.NOT_QUANTISED)
-    ends = json.dumps(compat.ends_of(_scheduler))
+    ends = json.dumps(ranks.ends_of(_scheduler))
     ids = num_ids(model.config.vocab_size)
     return pieces.model_facts(model, ids) | {wire.QUANTIZATION: format, wire.ENDS: ends}
 
 
 def progress() -> dict[str, str]:
     """Returns how far this rank is with its requests (sglang_bridge/deadlines.py)."""
-    running, waiting = compat.requests_of(_scheduler)
+    running, waiting = ranks.requests_of(_scheduler)
     return {wire.RUNNING: json.dumps(running), wire.WAITING: json.dumps(waiting)}
 
 
@@ -243,7 +243,7 @@ def expect_weights(model: torch.nn.Module, share: str) -> dict[str, str]:
     if _receiver is None:
         _receiver = receiver.Receiver(model)
     _reader = None  # one way at a time
-    size = _receiver.expect(decode_share(share, compat.tp_rank()))
+    size = _receiver.expect(decode_share(share, ranks.tp_rank()))
     return {wire.RECEIVED_BYTES: str(size)}
 
 
@@ -252,11 +252,11 @@ def find_lanes_here(group_name: str) -> dict[str, str]:
 
     A rank that fails leaves the group.
     """
-    group, _ = compat.update_group(_runner, group_name)
+    group, _ = ranks.update_group(_runner, group_name)
     try:
         find_lanes(group, torch.device(_runner.device), receives=True)
     except BaseException:
-        compat.leave_update_group(_runner, group_name)
+        ranks.leave_update_group(_runner, group_name)
         raise
     return {}
 
@@ -266,8 +266,8 @@ def stage_weights(group_name: str) -> dict[str, str]:
 
     A rank that fails leaves the group, so that no one waits for it until the group's timeout.
     """
-    group, device = compat.update_group(_runner, group_name)
-    leave = partial(compat.leave_update_group, _runner, group_name)
+    group, device = ranks.update_group(_runner, group_name)
+    leave = partial(ranks.leave_update_group, _runner, group_name)
     the_receiver().stage(group, device, leave)
     return {}
 
@@ -284,9 +284,9 @@ def receive_weights(group_name: str) -> dict[str, str]:
     A rank that fails leaves the group, so that no one waits for it until the group's timeout.
     """
     try:
-        the_receiver().receive(*compat.update_group(_runner, group_name))
+        the_receiver().receive(*ranks.update_group(_runner, group_name))
     except BaseException:
-        compat.leave_update_group(_runner, group_name)
+        ranks.leave_update_group(_runner, group_name)
         raise
     return {}
 
@@ -318,7 +318,7 @@ def around_validate(
         raise ValueError(f"draws and scores are answered by {wire.WORK_ROUTE} alone, not as JSON")
     if wire.NUM_DRAWS in params:
         validate.check_draw_params(params, obj, vocab_size)
-    if params.get(wire.WANTS_EXPERTS) and not compat.keeps_experts(manager):
+    if params.get(wire.WANTS_EXPERTS) and not ranks.keeps_experts(manager):
         raise ValueError(
             "routed experts need a server started with --enable-return-routed-experts, and a model "
             "with experts"
@@ -380,14 +380,14 @@ def around_sample(
     if info.sampling_seed is None:
         return original(sampler, probs_BV, info, position_B, *args, **kwargs)
     if info.sampling_mask_batch_indices is not None:
-        info = info if compat.is_deterministic() else compat.without_seeds(info)
+        info = info if ranks.is_deterministic() else batches.without_seeds(info)
         return original(sampler, probs_BV, info, position_B, *args, **kwargs)
-    filters = compat.sampling_filters(info)
+    filters = batches.sampling_filters(info)
     if any(values is not None for values in filters.values()):
         # not in place: SGLang may return log-probs of them
         probs_BV = probs_BV.masked_fill(dropped(probs_BV, **filters), 0.0)
     if probs_BV.device.type == "cuda":
-        ids_B = compat.gumbel_choice(probs_BV.log(), info.sampling_seed, position_B)
+        ids_B = batches.gumbel_choice(probs_BV.log(), info.sampling_seed, position_B)
     else:
         ids_B = seeded.choose(probs_BV, info.sampling_seed, position_B)
     return ids_B.to(torch.int32), None
@@ -413,5 +413,5 @@ def around_quant_config(original: Callable[..., Any], *args: Any, **kwargs: Any)
 def around_init_group(original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
     """Bounds how long a rank waits for a silent peer of the update group."""
     seconds = float(os.environ.get(GROUP_TIMEOUT_VARIABLE, "300"))
-    with compat.process_group_timeout(seconds):
+    with ranks.process_group_timeout(seconds):
         return original(updater, *args, **kwargs)

@@ -22,7 +22,8 @@ import torch
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack
-from sglang_bridge.server import compat, gates
+from sglang_bridge.server import gates
+from sglang_bridge.server.compat import batches
 
 RECORD = "_bridge_experts"
 GATE = np.dtype(np.float32)
@@ -30,12 +31,12 @@ GATE = np.dtype(np.float32)
 
 def wants_experts(req: Any) -> bool:
     """Returns whether a request asked for its routed experts."""
-    return bool(compat.custom_params(req).get(wire.WANTS_EXPERTS))
+    return bool(batches.custom_params(req).get(wire.WANTS_EXPERTS))
 
 
 def wants_gates(req: Any) -> bool:
     """Returns whether it also asked for their weights."""
-    return bool(compat.custom_params(req).get(wire.WANTS_GATES))
+    return bool(batches.custom_params(req).get(wire.WANTS_GATES))
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +126,7 @@ class HostSlots:
 
     def consume(self, batch: Any, commits: list[Any]) -> None:
         """Adds the rows of each newly visible token; called after SGLang stored this step's."""
-        rows_XLk = compat.routed_experts(self.slots)[:, list(self.experts.layers)]
+        rows_XLk = batches.routed_experts(self.slots)[:, list(self.experts.layers)]
         gates_XLk = None
         if gates.kept():
             rows_XLk, gates_XLk = gates.divided(rows_XLk)
@@ -133,7 +134,7 @@ class HostSlots:
         for req, commit, part in zip(batch.reqs, commits, self.part_B, strict=True):
             if commit is None or part is None:
                 continue
-            record = compat.record_of(req, RECORD, lambda r=req: record_for(r, self.experts))
+            record = batches.record_of(req, RECORD, lambda r=req: record_for(r, self.experts))
             weights_XLk = None if gates_XLk is None else gates_XLk[part]
             record.append(commit.output_index, rows_XLk[part], weights_XLk)
 
@@ -156,5 +157,5 @@ def slots_of(batch: Any, experts: Callable[[], Experts]) -> DeviceSlots | None:
     wanted = [wants_experts(req) for req in batch.reqs]
     if not any(wanted):
         return None
-    slots, parts = compat.input_slots(batch, wanted)
+    slots, parts = batches.input_slots(batch, wanted)
     return DeviceSlots(experts(), slots, tuple(parts))

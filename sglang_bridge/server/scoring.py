@@ -13,7 +13,7 @@ import numpy as np
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack, pack_logp, pack_weights
-from sglang_bridge.server import compat
+from sglang_bridge.server.compat import batches, ranks
 from sglang_bridge.server.text import from_text
 
 RECORD = "_bridge_scores"
@@ -91,13 +91,13 @@ class ScoreRecord:
 
 def wants_scores(req: Any) -> bool:
     """Returns whether a request carries ids to score."""
-    return wire.SCORE_IDS in compat.custom_params(req)
+    return wire.SCORE_IDS in batches.custom_params(req)
 
 
 def new_record(req: Any) -> ScoreRecord:
     """Makes the record of a request that wants scores."""
-    seed = compat.seed_of(req) if compat.is_deterministic() else None
-    return ScoreRecord(compat.custom_params(req), seed)
+    seed = batches.seed_of(req) if ranks.is_deterministic() else None
+    return ScoreRecord(batches.custom_params(req), seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +123,11 @@ def parts_of(batch: Any) -> tuple[tuple[ScorePart, ...], int]:
     """Returns (the parts that an extend batch scores, in order of its logit rows; logit rows)."""
     parts: list[ScorePart] = []
     num_rows = 0
-    for req, position, count in compat.logit_rows(batch):
+    for req, position, count in batches.logit_rows(batch):
         first_row, num_rows = num_rows, num_rows + count
         if not wants_scores(req):
             continue
-        record = compat.record_of(req, RECORD, lambda req=req: new_record(req))
+        record = batches.record_of(req, RECORD, lambda req=req: new_record(req))
         low, high = max(position, record.start), min(position + count, record.stop)
         if low < high:
             row = low - position + first_row

@@ -24,6 +24,24 @@ WEIGHTS_DIR_VARIABLE = "SGLANG_BRIDGE_WEIGHTS_DIR"
 GATES_VARIABLE = "SGLANG_BRIDGE_ROUTING_WEIGHTS"  # 1: keep them
 NUM_IDS_VARIABLE = "SGLANG_BRIDGE_NUM_IDS"
 MODEL_KEY_VARIABLE = "SGLANG_BRIDGE_MODEL_KEY"
+PRELOADED_VARIABLE = "SGLANG_BRIDGE_PRELOADED"
+"""PID:DESCRIPTOR: the process of this id has a preloaded process below it, behind that socket."""
+READ_LATE = frozenset(
+    {
+        API_KEY_VARIABLE,
+        FILES_VARIABLE,
+        GROUP_TIMEOUT_VARIABLE,
+        MODEL_KEY_VARIABLE,
+        NONCE_VARIABLE,
+        NUM_IDS_VARIABLE,
+        PARENT_VARIABLE,
+        PRELOADED_VARIABLE,
+        QUANTIZATION_VARIABLE,
+        SEED_VARIABLE,
+        WEIGHTS_DIR_VARIABLE,
+    }
+)
+"""What a server reads once it runs, and nothing while it is imported."""
 REFUSED = "sglang_bridge: refused: "
 """Start of the line of a server's log that says why it cannot serve its model."""
 MOE_FLAGS = ("--moe-runner-backend", "--moe-a2a-backend")

@@ -24,7 +24,7 @@ TITLE = "sglang::"  # what SGLang's workers call themselves
 EXIT_WORKER_DIED = 70
 KILLED_S = 1.0
 """Longest wait in seconds for a killed process to end, which the system may free slowly."""
-TOLD_TO_END = "ended with exit code 0"
+ENDED_WELL = "ended with exit code 0"
 
 
 def end_with_workers(own_files: str, *, owned: bool = True, poll_s: float = POLL_S) -> None:
@@ -41,7 +41,7 @@ def end_with_workers(own_files: str, *, owned: bool = True, poll_s: float = POLL
             names = titled_children() | names  # the title of a dead one is cut short
             for pid, name in list(names.items()):
                 cause = cause_of_death(pid, handles.get(pid))
-                if cause == TOLD_TO_END:
+                if cause == ENDED_WELL:
                     del names[pid]  # SGLang waits for the others to free their devices
                 elif cause is not None:
                     end(f"{name} (pid {pid}) {cause}", own_files, owned)

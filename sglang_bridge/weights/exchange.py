@@ -86,11 +86,11 @@ def send(
     lanes = lanes_of(group)
     outbox = None if lanes.own is None else Outbox(lanes.own)
     if outbox is not None:
-        messages = _together(messages, lanes.takers, outbox.leg_bytes)
-    through_group = [message for message in messages if message.peer not in lanes.takers]
+        messages = _merged(messages, lanes.takers, outbox.leg_bytes)
+    by_group = [message for message in messages if message.peer not in lanes.takers]
     with (
         torch.no_grad(),
-        _Flight(through_group, device, packs_all=read is not as_it_is) as flight,
+        _Flight(by_group, device, packs_all=read is not as_it_is) as flight,
     ):
         for message, tag in _tagged(messages):
             if outbox is not None and message.peer in lanes.takers:
@@ -115,9 +115,9 @@ def receive(group: ProcessGroup, messages: Sequence[Message], device: torch.devi
     PeerLost: the peer did not send a message within the group's timeout.
     """
     inboxes = _inboxes(group, messages)
-    through_group = [message for message in messages if message.peer not in inboxes]
+    by_group = [message for message in messages if message.peer not in inboxes]
     nbytes: Counter[int] = Counter()
-    with torch.no_grad(), _Flight(through_group, device) as flight:
+    with torch.no_grad(), _Flight(by_group, device) as flight:
         for message, tag in _tagged(messages):
             peer = message.peer
             if peer in inboxes:
@@ -134,7 +134,7 @@ def receive(group: ProcessGroup, messages: Sequence[Message], device: torch.devi
                 inbox.end()
 
 
-def _together(messages: Sequence[Message], peers: frozenset[int], limit: int) -> list[Message]:
+def _merged(messages: Sequence[Message], peers: frozenset[int], limit: int) -> list[Message]:
     """Return the messages, those to `peers` joined to the one before them to the same peer.
 
     limit: bytes of the longest that are joined, all of one dtype.

@@ -5,7 +5,7 @@ the receiver opens it and copies from there. Descriptors travel through the grou
 word that the numbers have been taken. Nothing that came through the group is unpickled: every
 lane encodes its descriptors itself and checks all that it opens.
 
-Which ranks use lanes is settled once for a group (same_host.py), and forgotten with it.
+Which ranks use lanes is agreed once for a group (same_host.py), and forgotten with it.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def use_lanes(group: Hashable, lanes: Lanes) -> None:
 
 
 def lanes_of(group: Hashable) -> Lanes:
-    """Return the lanes of `group`, those that were settled or none."""
+    """Return the lanes of `group`, those that were agreed on or none."""
     return _LANES.get(group, NONE)
 
 

@@ -7,11 +7,11 @@ memory used again, and changed no earlier.
 
 A leg holds part of a message, or several small ones: a receiver takes whatever comes, until the
 message that it waits for is complete. So a message may come earlier than its turn among all of a
-rank's, never later, and no two ranks can wait for each other, as without lanes (schedule.py). Each
-leg stands where its first message stands. Take the first leg, or message without a lane, of that
-order which has not landed at both ends. All earlier ones have, so its sender has their memory back
-and packs and rings, and its receiver waits for nothing else; to take it the receiver needs nobody.
-Acknowledgements need no memory and no turn: whoever rings already waits for them.
+rank's, never later, and no two ranks can wait for each other, as without lanes (message_order.py).
+Each leg stands where its first message stands. Take the first leg, or message without a lane, of
+that order which has not landed at both ends. All earlier ones have, so its sender has their memory
+back and packs and rings, and its receiver waits for nothing else; to take it the receiver needs
+nobody. Acknowledgements need no memory and no turn: whoever rings already waits for them.
 """
 
 from __future__ import annotations
@@ -25,12 +25,43 @@ from torch.distributed import ProcessGroup
 
 from sglang_bridge.weights.flat import Flat, part
 from sglang_bridge.weights.lanes import DESCRIPTOR_BYTES, BadDescriptor, Lane, Opener
-from sglang_bridge.weights.ring import Ring
 
 RUNG, ACKNOWLEDGED = 1 << 30, 1 << 29
 """Tags, above those of messages; two, as ranks may send to each other. Legs keep their order."""
 UNDER_WAY = 16
 """Acknowledgements on their way at once."""
+ALIGNED = 64
+"""Bytes: every piece begins at a multiple of it, as numbers of any dtype may."""
+
+
+class Ring:
+    """Gives out pieces of `size` bytes, a multiple of ALIGNED."""
+
+    def __init__(self, size: int) -> None:
+        assert size > 0
+        assert size % ALIGNED == 0, size
+        self._size = size
+        # counted on and on; their places are the remainders by the size
+        self._head = self._tail = 0
+        self._ends: deque[int] = deque()
+
+    def take(self, nbytes: int) -> int | None:
+        """Return where a piece of `nbytes` begins; None: give one back first."""
+        needed = -(-nbytes // ALIGNED) * ALIGNED
+        assert 0 < needed <= self._size, nbytes
+        if not self._ends:
+            self._head = self._tail = 0
+        at = self._head % self._size
+        start = self._head if at + needed <= self._size else self._head - at + self._size
+        if start + needed - self._tail > self._size:
+            return None
+        self._head = start + needed
+        self._ends.append(self._head)
+        return start % self._size
+
+    def give_back(self) -> None:
+        """Take back the piece that was lent first."""
+        self._tail = self._ends.popleft()
 
 
 class Rung:

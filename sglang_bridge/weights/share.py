@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from sglang_bridge.errors import one_line
-from sglang_bridge.weights.schedule import Bucket, Limits, Onward, Route, SlicePlace, incoming
+from sglang_bridge.weights.message_order import Bucket, Limits, Onward, Route, SlicePlace, incoming
 
 STAGED, PAUSED = "staged", "paused"
 PEERS = "peers"

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from harness.case_rows import recorded, run_commits
 from harness.tree import RESULTS, clean_commit, is_dirty, marked_commit
 from studies.findings import quantised, wall_clock
 from studies.findings.again import chosen as chosen_of
@@ -30,7 +31,7 @@ from studies.findings.pool import run_missing
 from studies.findings.rows import Row
 from studies.findings.studies import CONTROL, SWEEPS, in_turn, studies
 from studies.findings.trial import NOISE_PCT, Study
-from studies.grid.trials import KeptRows, finished_rows, recorded, run_commits
+from studies.grid.trials import KeptRows, finished_rows
 
 JOBS = 2
 FOREVER_S = 1e9
@@ -81,7 +82,7 @@ def measure(
         )
     said = {study.name: _said(study, found) for study in chosen}
     return {
-        "run_commits": run_commits(list(found.values())),
+        "run_commits": run_commits(found.values()),
         "missing": [trial.name for trial in trials if trial.name not in found],
         "dirty": sorted(name for name, row in found.items() if is_dirty(row)),
         "noise_pct": NOISE_PCT,

@@ -11,6 +11,7 @@ from studies.findings.rows import Row
 from studies.findings.trial import NOISE_PCT
 from studies.grid.statistics import comparisons, interval
 
+BySeed = Mapping[int, Row]
 Table = dict[str, dict[int, dict[int, Row]]]
 """Rows by estimator, staleness and seed."""
 
@@ -19,14 +20,20 @@ Z_TWO_SIDED, Z_POWER = 1.96, 0.84  # a test at 5 %, with a power of 80 %
 PLATEAU = 16  # last updates over which a curve's level is averaged
 
 
+def keyed(rows: Sequence[Row]) -> dict[tuple[str, str], dict[int, Row]]:
+    """Rows by setting and method, and by seed."""
+    found: dict[tuple[str, str], dict[int, Row]] = {}
+    for row in rows:
+        found.setdefault((row["setting"], row["method"]), {})[row["seed"]] = row
+    return found
+
+
 def table(rows: Sequence[Row]) -> Table:
     """Rows whose setting is a staleness alone."""
     found: Table = {}
-    for row in rows:
-        setting = str(row["setting"])
+    for (setting, method), runs in keyed(rows).items():
         if setting[1:].isdigit():
-            by_k = found.setdefault(row["method"], {})
-            by_k.setdefault(int(setting[1:]), {})[row["seed"]] = row
+            found.setdefault(method, {})[int(setting[1:])] = runs
     return found
 
 
@@ -44,7 +51,7 @@ def slope(accuracy_by_k: Mapping[int, float]) -> float | None:
     return statistics.linear_regression(x, list(accuracy_by_k.values())).slope
 
 
-def slopes(by_k: Mapping[int, Mapping[int, Row]]) -> dict[str, Any]:
+def slopes(by_k: Mapping[int, BySeed]) -> dict[str, Any]:
     """One slope a seed, over the stalenesses which all its seeds have, and their interval."""
     seeds = sorted({seed for rows in by_k.values() for seed in rows})
     per_seed = {
@@ -63,7 +70,7 @@ def slope_noise(stalenesses: Sequence[int]) -> float:
     return NOISE_PCT / math.sqrt(sum((each - statistics.fmean(x)) ** 2 for each in x))
 
 
-def paired(one: Mapping[int, Row], other: Mapping[int, Row]) -> dict[str, Any]:
+def paired(one: BySeed, other: BySeed) -> dict[str, Any]:
     """Accuracy of one minus the other's, seed by seed, its interval and the seeds it needs."""
     shared = sorted(one.keys() & other.keys())
     differences = [accuracy(one[seed]) - accuracy(other[seed]) for seed in shared]
@@ -87,7 +94,7 @@ def level(row: Row, curve: str) -> float | None:
     return statistics.fmean(known) if known else None
 
 
-def by_seed(one: Mapping[int, Row], other: Mapping[int, Row], curve: str) -> list[float | None]:
+def by_seed(one: BySeed, other: BySeed, curve: str) -> list[float | None]:
     """The level of a curve less the other's, seed by seed; null where either has none."""
     levels = [
         (level(one[s], curve), level(other[s], curve)) for s in sorted(one.keys() & other.keys())
@@ -100,7 +107,7 @@ def highest(row: Row, curve: str) -> float:
     return max((value for value in row["curves"][curve] if value is not None), default=0.0)
 
 
-def at_staleness(rows: Mapping[int, Row]) -> dict[str, Any]:
+def at_staleness(rows: BySeed) -> dict[str, Any]:
     """Figures of one estimator at one staleness, over its seeds."""
     each = list(rows.values())
     return {
@@ -138,9 +145,7 @@ def of_study(pairs: Sequence[tuple[str, str]], found: Table, control: str) -> di
     }
 
 
-def compared(
-    one: Mapping[int, Mapping[int, Row]], other: Mapping[int, Mapping[int, Row]]
-) -> dict[str, Any]:
+def compared(one: Mapping[int, BySeed], other: Mapping[int, BySeed]) -> dict[str, Any]:
     """One estimator less another, by staleness, and their slopes: each seed with itself."""
     shared = sorted(one.keys() & other.keys())
     slope_of, slope_of_other = slopes(one)["by_seed"], slopes(other)["by_seed"]
@@ -185,7 +190,7 @@ def _differences(said: Any) -> list[Any]:
     return found
 
 
-def controlled(name: str, wrong: Mapping[int, Row], right: Mapping[int, Row]) -> dict[str, Any]:
+def controlled(name: str, wrong: BySeed, right: BySeed) -> dict[str, Any]:
     """Whether a control fails, as it must: worse than what is right, seed by seed."""
     shared = sorted(wrong.keys() & right.keys())
     return {

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
-from megatron_opd.config.custom import CustomObjective
-from megatron_opd.config.objective import RewardAdvantage
+from megatron_opd.config.objective import CustomObjective, RewardAdvantage, Use
 from megatron_opd.config.supports import PathSupport, Support
 from megatron_opd.config.trust import ClipTrust, Line, TrustConfig
-from megatron_opd.config.use import Use
 
 
 class FlippedReverseKl(CustomObjective):

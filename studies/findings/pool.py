@@ -8,12 +8,10 @@ tried once more with new servers; then the pool ends.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections import deque
@@ -23,14 +21,22 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from harness.case_rows import append_row
 from harness.header import machine
+from harness.run_dirs import summary_of
 from harness.tree import clean_commit
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.server.launch import last_lines
 from studies.findings import exported
 from studies.findings.rows import Row, row_of
 from studies.findings.servers import Pair, serving
-from studies.grid.trials import DIVERGED, KeptRows, Trial, finished_rows
+from studies.grid.trials import (
+    KeptRows,
+    Trial,
+    finished_rows,
+    say_ended,
+    status_of,
+)
 
 FIRST_PORT = 21900  # below the range from which the system hands out ports
 ATTEMPTS = 2
@@ -90,17 +96,10 @@ class Pool:
     def keep(self, row: Row, seconds: float) -> None:
         """Write a row, and say so."""
         with self.lock:
-            with self.rows.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row, separators=(",", ":")) + "\n")
+            append_row(self.rows, row)
             self.found[row["name"]] = row
             self.done += 1
-            accuracy = row["summary"]["student_accuracy_after_pct"]
-            print(
-                f"{self.done}/{self.total} {row['name']}: {row['status']}, {accuracy} % after, "
-                f"{seconds:.0f} s",
-                file=sys.stderr,
-                flush=True,
-            )
+            say_ended(row, f"{self.done}/{self.total}", seconds)
 
 
 def run_missing(
@@ -177,12 +176,10 @@ def _run(trial: Trial, pool: Pool, pair: Pair) -> Row | None:
     for key, value in pair.overrides.items():
         command += ["--set", f"{key}={value}"]
     code = pool.run(command, pool.out / f"{trial.name}.log")
-    path = run_dir / "summary.json"
-    summary = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    diverged = any(text in (summary.get("cause") or "") for text in DIVERGED)
-    if code and not diverged:
+    status = status_of(summary_of(run_dir), code)
+    if status is None:
         return None
-    row = row_of(trial, run_dir, "diverged" if diverged else "finished")
+    row = row_of(trial, run_dir, status)
     checkpoint = exported.exported_by(run_dir)
     if checkpoint is not None:
         found, log = run_dir / "exported.json", pool.out / f"{trial.name}.eval.log"

@@ -24,7 +24,7 @@ from typing import Any
 
 from studies.findings.estimators import Overrides
 from studies.findings.exported import KEY
-from studies.findings.figures import accuracy, by_seed, controlled, highest, level
+from studies.findings.figures import BySeed, accuracy, by_seed, controlled, highest, keyed, level
 from studies.findings.rows import Row
 from studies.findings.trial import CONFIG, NOISE_PCT, SIZE, Study
 from studies.grid.statistics import interval
@@ -111,46 +111,40 @@ def _trial(sampler: str, name: str, seed: int) -> Trial:
 
 def said(rows: list[Row]) -> dict[str, Any]:
     """By sampler and correction: accuracy, the gap, its correction, entropy, length, k1's sign."""
-    found: dict[str, Any] = {}
-    exact = _of(rows, "exact", "none")
+    runs, found = keyed(rows), dict[str, Any]()
+
+    def of(sampler: str, name: str) -> BySeed:
+        return runs.get((f"sampler_{sampler}", name), {})
+
+    exact = of("exact", "none")
     for sampler in SAMPLERS:
-        plain, truncated = _of(rows, sampler, "none"), _of(rows, sampler, "tis_2")
         for name in SEEDS[sampler]:
-            mine = _of(rows, sampler, name)
+            mine = of(sampler, name)
             if mine:
                 less = {
                     "less_exact_pct": _less(mine, exact),
-                    "less_none_pct": _less(mine, plain),
-                    "less_tis_2_pct": _less(mine, truncated),
-                    "less_exact": {curve: _curve_less(mine, exact, curve) for curve in SYMPTOMS},
+                    "less_none_pct": _less(mine, of(sampler, "none")),
+                    "less_tis_2_pct": _less(mine, of(sampler, "tis_2")),
+                    "less_exact": {c: interval(by_seed(mine, exact, c)) for c in SYMPTOMS},
                 }
-                found.setdefault(sampler, {})[name] = _figures(mine) | less
-    wrong, right = (
-        {row["seed"]: row for row in _of(rows, "exact", name)} for name in (CONTROL, "none")
-    )
+                found.setdefault(sampler, {})[name] = _figures(list(mine.values())) | less
     return {
         "updates": UPDATES,
         "collapsed_pct": COLLAPSED_PCT,
         "block": BLOCK,
         "by_sampler": found,
-        "control": controlled(CONTROL, wrong, right),
+        "control": controlled(CONTROL, of("exact", CONTROL), exact),
     }
 
 
-def _of(rows: list[Row], sampler: str, name: str) -> list[Row]:
-    wanted = (f"sampler_{sampler}", name)
-    return [row for row in rows if (row["setting"], row["method"]) == wanted]
-
-
-def _less(rows: list[Row], others: list[Row]) -> dict[str, Any]:
+def _less(runs: BySeed, others: BySeed) -> dict[str, Any]:
     """Accuracy of the learner's own weights less that of other runs, each seed with itself."""
-    other = {row["seed"]: row["summary"].get(KEY) for row in others}
-    differences = [
-        row["summary"][KEY] - other[row["seed"]]
-        for row in rows
-        if row["summary"].get(KEY) is not None and other.get(row["seed"]) is not None
+    both = [
+        (row["summary"].get(KEY), others[seed]["summary"].get(KEY))
+        for seed, row in runs.items()
+        if seed in others
     ]
-    return interval(differences, NOISE_PCT)
+    return interval([a - b for a, b in both if a is not None and b is not None], NOISE_PCT)
 
 
 def _figures(rows: list[Row]) -> dict[str, Any]:
@@ -179,12 +173,6 @@ def by_block(rows: list[Row], curve: str) -> list[float | None]:
         known = [value for value in each if value is not None]
         found.append(statistics.fmean(known) if known else None)
     return found
-
-
-def _curve_less(rows: list[Row], others: list[Row], curve: str) -> dict[str, Any]:
-    """The level of a curve over the last updates less that of other runs, by seed."""
-    one, other = ({row["seed"]: row for row in each} for each in (rows, others))
-    return interval(by_seed(one, other, curve))
 
 
 def _negative_share(row: Row) -> float | None:

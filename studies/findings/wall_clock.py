@@ -10,11 +10,10 @@ The control must fail: the fastest schedule with the sign of the advantage turne
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from studies.findings.estimators import ESTIMATORS, Overrides, mc
-from studies.findings.figures import accuracy, controlled
+from studies.findings.figures import BySeed, accuracy, controlled, keyed
 from studies.findings.rows import Row
 from studies.findings.trial import CHOSEN_LR, CONFIG, LR, NOISE_PCT, SIZE, Study
 from studies.grid.statistics import interval
@@ -34,6 +33,7 @@ RECIPE: Overrides = mc(64) | {
     "evaluation.every": "16",
     "evaluation.blocks": "true",
 }
+Curve = list[tuple[float, float]]
 TARGETS_PCT = (80.0, 85.0, 90.0)
 CONTROL, FASTEST, STRICT = "flipped", "async", "sync"
 
@@ -52,7 +52,7 @@ def study() -> Study:
     )
 
 
-def curve(row: Row) -> list[tuple[float, float]]:
+def curve(row: Row) -> Curve:
     """(seconds of training, accuracy) of each evaluation."""
     spent, found = 0.0, []
     for each in row["evaluations"]:
@@ -61,16 +61,14 @@ def curve(row: Row) -> list[tuple[float, float]]:
     return found
 
 
-def seconds_to(row: Row, target_pct: float) -> float | None:
+def seconds_to(points: Curve, target_pct: float) -> float | None:
     """Seconds of training after which an evaluation first reaches the target; null: none does."""
-    return next((seconds for seconds, value in curve(row) if value >= target_pct), None)
+    return next((seconds for seconds, value in points if value >= target_pct), None)
 
 
 def said(rows: list[Row]) -> dict[str, Any]:
     """By schedule: seconds of training, overlap, accuracy, seconds to an accuracy."""
-    by_method: dict[str, dict[int, Row]] = {}
-    for row in rows:
-        by_method.setdefault(row["method"], {})[row["seed"]] = row
+    by_method = {method: runs for (_, method), runs in keyed(rows).items()}
     strict = by_method.get(STRICT, {})
     return {
         "by_schedule": {
@@ -80,26 +78,24 @@ def said(rows: list[Row]) -> dict[str, Any]:
     }
 
 
-def _figures(rows: Mapping[int, Row], strict: Mapping[int, Row]) -> dict[str, Any]:
+def _figures(rows: BySeed, strict: BySeed) -> dict[str, Any]:
     """Of one schedule. strict: runs of the synchronous one, of which those of a seed are paired."""
-    curves = {seed: curve(row) for seed, row in rows.items()}
-    paired = [(rows[seed], strict[seed]) for seed in sorted(rows.keys() & strict.keys())]
+    curves, of_strict = ({s: curve(row) for s, row in each.items()} for each in (rows, strict))
+    paired = sorted(rows.keys() & strict.keys())
     return {
         "seeds": list(rows),
         "seconds": interval([points[-1][0] for points in curves.values()]),
-        "times_as_fast_as_sync": interval(
-            [curve(other)[-1][0] / curve(row)[-1][0] for row, other in paired]
-        ),
+        "times_as_fast_as_sync": interval([of_strict[s][-1][0] / curves[s][-1][0] for s in paired]),
         **{
             key: interval([row["summary"][key] for row in rows.values()])
             for key in ("overlap", "staleness_mean_versions")
         },
         "accuracy_after_pct": interval([accuracy(row) for row in rows.values()], NOISE_PCT),
         "accuracy_less_sync_pct": interval(
-            [accuracy(row) - accuracy(other) for row, other in paired], NOISE_PCT
+            [accuracy(rows[s]) - accuracy(strict[s]) for s in paired], NOISE_PCT
         ),
         "seconds_to_pct": {
-            f"{target:g}": interval([seconds_to(row, target) for row in rows.values()])
+            f"{target:g}": interval([seconds_to(points, target) for points in curves.values()])
             for target in TARGETS_PCT
         },
         "curves": list(curves.values()),

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from harness.case_rows import run_commits
 from harness.tree import RESULTS, is_dirty, marked_commit
 from studies.grid.statistics import aggregated
-from studies.grid.trials import KeptRows, Launch, Trial, run_commits, run_trials
+from studies.grid.trials import KeptRows, Launch, Trial, run_trials
 
 
 def run_rows(

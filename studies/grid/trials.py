@@ -10,7 +10,6 @@ failure is tried once more, then ends the study.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -22,10 +21,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from harness.case_rows import append_row, kept_rows, say
 from harness.header import machine
-from harness.tree import clean_commit, is_dirty
+from harness.run_dirs import summary_of, updates_of
+from harness.tree import clean_commit
 from studies.grid.behaviour import behaviour
 
+Tree = dict[str, Any]
 DIGITS = 4  # of a recorded curve
 ATTEMPTS = 2  # a server can fail to start on a busy machine
 DIVERGED = ("the loss is", "the gradient norm is")  # learner.NotFinite
@@ -151,14 +153,13 @@ def run_trials(
     budget_s: float | None = None,
     keep: bool = False,
     commit: Callable[[], str] | None = None,
-) -> list[dict[str, Any]]:
+) -> list[Tree]:
     """The rows of the trials that are finished, in the trials' order.
 
     out: run directories and logs. rows: the JSONL file of rows, by default `out`/rows.jsonl.
     limit: how many trials may be run now; null: all that are missing. budget_s: none begins after
-    so many seconds. keep: leave the run
-    directories; a trial whose directory is not there is made again. commit: of the code, asked
-    before each run; clean_commit unless one is given.
+    so many seconds. keep: leave the run directories; a trial whose directory is not there is made
+    again. commit: of the code, asked before each run; clean_commit unless one is given.
     """
     commit = commit or clean_commit
     out.mkdir(parents=True, exist_ok=True)
@@ -176,73 +177,75 @@ def run_trials(
         row = run_trial(trial, out, launch) | {"commit": of_commit, "cpu": machine()["cpu"]}
         if not keep:
             shutil.rmtree(out / trial.name)
-        with rows.path.open("a") as file:
-            file.write(json.dumps(row, separators=(",", ":")) + "\n")
+        append_row(rows.path, row)
         kept[trial.name] = row
-        print(
-            f"{len(kept)}/{len(trials)} {trial.name}: {row['status']}, "
-            f"{row['summary']['student_accuracy_after_pct']} % after, "
-            f"{time.monotonic() - started:.0f} s",
-            file=sys.stderr,
-            flush=True,
-        )
+        say_ended(row, f"{len(kept)}/{len(trials)}", time.monotonic() - started)
     return [kept[trial.name] for trial in trials if trial.name in kept]
 
 
-def run_commits(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """The commits that the rows were made at: a study that was stopped may have several."""
-    return sorted({str(row["commit"]) for row in rows})
+def say_ended(row: Tree, how_far: str, seconds: float) -> None:
+    """Tell whoever watches how a run ended."""
+    accuracy = row["summary"]["student_accuracy_after_pct"]
+    say(f"{how_far} {row['name']}: {row['status']}, {accuracy} % after, {seconds:.0f} s")
 
 
-def finished_rows(trials: Sequence[Trial], rows: KeptRows) -> dict[str, dict[str, Any]]:
+def finished_rows(trials: Sequence[Trial], rows: KeptRows) -> dict[str, Tree]:
     """The newest row of every trial that today's behaviour made, by name, in the trials' order."""
-    every = recorded(rows.path)
-    found = {row["name"]: row for row in every if not (rows.clean and is_dirty(row))}
-    return {
-        trial.name: found[trial.name]
-        for trial in trials
-        if trial.name in found and found[trial.name].get("fingerprint") == trial.fingerprint
-    }
+    prints = {trial.name: trial.fingerprint for trial in trials}
+    return kept_rows(rows.path, prints, clean=rows.clean)
 
 
-def recorded(path: Path) -> list[dict[str, Any]]:
-    """Every row, oldest first."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    return [json.loads(line) for line in lines]
-
-
-def run_trial(trial: Trial, out: Path, launch: Launch) -> dict[str, Any]:
+def run_trial(trial: Trial, out: Path, launch: Launch) -> Tree:
     """Run it and read what it left. RuntimeError: it failed for another reason than the loss."""
     run_dir, log = out / trial.name, out / f"{trial.name}.log"
-    summary, diverged = {}, False
-    for attempt in range(1, ATTEMPTS + 1):
+    attempts = 0
+    while True:
+        attempts += 1
         code = launch(trial.command(run_dir), log)
-        path = run_dir / "summary.json"
-        summary = json.loads(path.read_text()) if path.exists() else {}
-        cause = summary.get("cause") or ""
-        diverged = any(text in cause for text in DIVERGED)
-        if code == 0 or diverged:
-            break
-        if summary.get("status") == INTERRUPTED or attempt == ATTEMPTS:
-            raise RuntimeError(f"{trial.name} failed: {cause or log.read_text()[-2000:]}")
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    rows = [json.loads(line) for line in lines]
-    row = {
+        summary = summary_of(run_dir)
+        if status := status_of(summary, code):
+            return row_of_run(trial, run_dir, status)
+        if summary.get("status") == INTERRUPTED or attempts == ATTEMPTS:
+            cause = summary.get("cause") or log.read_text()[-2000:]
+            raise RuntimeError(f"{trial.name} failed: {cause}")
+
+
+def status_of(summary: Tree, code: int) -> str | None:
+    """How a run ended: finished, or diverged; null where it failed for another reason."""
+    if any(text in (summary.get("cause") or "") for text in DIVERGED):
+        return "diverged"
+    return None if code else "finished"
+
+
+def row_of_run(
+    trial: Trial,
+    run_dir: Path,
+    status: str,
+    *,
+    keys: Sequence[str] = SUMMARY,
+    curves: Sequence[str] = CURVES,
+    digits: int = DIGITS,
+) -> Tree:
+    """What is kept of a run that ended. keys: of its summary. digits: of a point of a curve."""
+    summary = summary_of(run_dir)
+    updates = updates_of(run_dir)
+    return {
         "name": trial.name,
         "setting": trial.setting,
         "method": trial.method,
         "seed": trial.seed,
         "command": " ".join(trial.command(run_dir)[1:]),
-        "status": "diverged" if diverged else "finished",
+        "status": status,
+        "cause": summary.get("cause"),
         "fingerprint": trial.fingerprint,
-        "summary": {key: summary.get(key) for key in SUMMARY}
+        "updates": len(updates),
+        "summary": {key: summary.get(key) for key in keys}
         | {"student_accuracy_best_pct": best_accuracy(summary)},
-        "curves": {key: [_rounded(each.get(key)) for each in rows] for key in CURVES},
+        "curves": {key: [rounded(each.get(key), digits) for each in updates] for key in curves},
     }
-    return row
 
 
-def best_accuracy(summary: dict[str, Any]) -> float | None:
+def best_accuracy(summary: Tree) -> float | None:
     """That of the best evaluation of the run's first set; null without evaluations."""
     for picked in (summary.get("evaluation_sets") or {}).values():
         if picked["best"] is not None:
@@ -250,5 +253,6 @@ def best_accuracy(summary: dict[str, Any]) -> float | None:
     return None
 
 
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.{DIGITS}g}")
+def rounded(value: float | None, digits: int) -> float | None:
+    """The value with few digits; null stays null."""
+    return None if value is None else float(f"{value:.{digits}g}")

@@ -24,11 +24,9 @@ for the code that made it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -37,15 +35,14 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 from harness.case_rows import (
-    append_row,
-    kept_rows,
+    case_parser,
     old_and_new,
     own_directory,
+    run_commits,
+    run_missing,
     run_program,
-    say,
 )
 from megatron_opd.checkpoint.hf_files import SINGLE
-from megatron_opd.metrics.summary import commit
 from studies.grid.statistics import interval
 from studies.mismatch_grid.cases import (
     HEAD_GAIN,
@@ -68,34 +65,26 @@ Tree = dict[str, Any]
 
 def measure(options: Sequence[str] = (), *, rows: Path = ROWS) -> Tree:
     """Run what is missing; every case by name, what was read of them, and which failed."""
-    parser = argparse.ArgumentParser(prog="python -m studies mismatch_grid")
-    parser.add_argument("--only", default="", metavar="WORD", help="cases whose name holds it")
-    parser.add_argument("--limit", type=int, help="run at most so many of the missing cases")
-    arguments = parser.parse_args(list(options))
-    cases = [case for case in all_cases() if arguments.only in case.name]
-    prints = {case.name: case.fingerprint() for case in cases}
-    kept = kept_rows(rows, prints)
-    missing = [case for case in cases if case.name not in kept]
+    arguments = case_parser("python -m studies mismatch_grid").parse_args(list(options))
+    cases = {case.name: case for case in all_cases() if arguments.only in case.name}
+    prints = {name: case.fingerprint() for name, case in cases.items()}
     with tempfile.TemporaryDirectory(prefix="opd-mismatch-grid-") as directory:
         scratch = Path(directory)
         models = {name: _models(scratch / name, config) for name, config in MODELS.items()}
-        for case in missing[: arguments.limit]:
-            began = time.monotonic()
-            figures = run_case(case, models[case.model], scratch)
-            seconds = time.monotonic() - began
-            row = {"name": case.name, "fingerprint": prints[case.name], "commit": commit()}
-            row |= {"factors": asdict(case), "seconds": seconds, "figures": figures}
-            append_row(rows, row)
-            kept[case.name] = row
-            say(f"{len(kept)}/{len(cases)} {case.name}: {seconds:.0f} s")
+
+        def run(name: str) -> Tree:
+            figures = run_case(cases[name], models[cases[name].model], scratch)
+            return {"factors": asdict(cases[name]), "figures": figures}
+
+        kept = run_missing(prints, run, rows, arguments.limit)
     done = [row["factors"] | row["figures"] | {"name": name} for name, row in kept.items()]
     entries = [entry for each in done for entry in entries_of(each)]
     return {
-        "run_commits": sorted({str(row["commit"]) for row in kept.values()}),
+        "run_commits": run_commits(kept.values()),
         "responses_of_a_set": {"1x": 5 * PROMPTS, "5x": PROMPTS},
         "sets": len(SEEDS),
         "tokens": dict(LENGTHS),
-        "missing": [case.name for case in cases if case.name not in kept],
+        "missing": [name for name in cases if name not in kept],
         "seconds": {name: row["seconds"] for name, row in kept.items()},
         "reading": reading(entries),
         "entries": entries,
@@ -150,7 +139,7 @@ def reading(entries: Sequence[Tree]) -> Tree:
     keys = ("model", "server", "dtype", "deterministic", "learner", "kind", "length")
     values = {tuple(e[key] for key in keys): e for e in entries}
 
-    def ratios(key: str, over: Any, under: Any, figure: str, **only: Any) -> Tree:
+    def ratios(key: str, over: Any, under: Any, figure: str, **only: object) -> Tree:
         found = []
         for entry in entries:
             if entry[key] != over or any(entry[k] != v for k, v in only.items()):

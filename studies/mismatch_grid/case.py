@@ -9,9 +9,7 @@ that of the server. Every learner is compared on the same responses.
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
-import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -20,10 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from harness.learner_world import learner_world
+from harness.case_rows import case_main
+from harness.world import fleet_of, learner_world, started_world, with_model
 from megatron_opd.config.schema import Config
-from megatron_opd.fleet.clients import make_fleet
-from megatron_opd.launch.processes import Processes
 from megatron_opd.launch.servers import server_processes
 from megatron_opd.metrics.mismatch import Comparison, compare
 from megatron_opd.mismatch.measure import learner_logp, prefill_logp
@@ -35,10 +32,8 @@ from megatron_opd.transport.remote_learner import RemoteLearner
 from megatron_opd.weight_sync.session import WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge.fleet import Fleet
-from sglang_bridge.lifetime import die_with_parent
 from studies.mismatch_grid.cases import LEARNERS, LENGTHS, PROMPT_TOKENS, PROMPTS, SEEDS
 
-STARTUP_S = 300.0
 # five responses of 1x for one of 5x to the same prompt, as TIS compares them
 REPEATS = {"1x": 5, "5x": 1}
 THRESHOLD = 0.1
@@ -51,21 +46,9 @@ Logp = list[FloatArray]
 async def run(asked: Tree, scratch: Path) -> Tree:
     """Start the server, sample, score by every learner, stop everything."""
     config = Config.model_validate(asked["config"])
-    old = config.student.model_copy(update={"model": Path(asked["old"])})
-    server_config = config.model_copy(update={"student": old})
-    servers = server_processes(server_config, "student", scratch)
-    processes = Processes(servers, None)
-    fleet: Fleet | None = None
-    try:
-        processes.start()
-        await asyncio.gather(*(asyncio.to_thread(s.wait_ready, STARTUP_S) for s in servers))
-        fleet = make_fleet(config.student, [server.spec.url for server in servers])
-        await fleet.start()
+    servers = server_processes(with_model(config, asked["old"]), "student", scratch)
+    async with started_world(servers) as up, fleet_of(config, up) as fleet:
         return await Measurement(config, fleet, scratch).of(asked["learners"])
-    finally:
-        if fleet is not None:
-            await fleet.close()
-        await processes.stop()
 
 
 class Measurement:
@@ -110,16 +93,9 @@ class Measurement:
     async def _sample(self, wanted: Sequence[tuple[str, int, int]], length: str) -> list[Rollout]:
         """PROMPTS responses for each (label, seed, repeat); a seed has prompts of its own."""
         rollout = self.config.rollout.model_copy(update={"max_new_tokens": LENGTHS[length]})
-        generator = RolloutGenerator(
-            self.fleet,
-            rollout,
-            self.config.estimator.support,
-            self.spec.vocab_size,
-            f"grid-{secrets.token_hex(4)}",
-            routed_experts=self.spec.is_moe,
-            routed_gates=self.spec.is_moe,
-            seed=self.config.run.seed,
-        )
+        config = self.config.model_copy(update={"rollout": rollout})
+        name = f"grid-{secrets.token_hex(4)}"
+        generator = RolloutGenerator(config, self.fleet, self.spec.vocab_size, name, ())
         asked: list[Prompt] = []
         for label, seed, repeat in wanted:
             random = np.random.default_rng(seed)
@@ -135,15 +111,9 @@ class Measurement:
         parallel = type(self.config.learner.parallel).model_validate(LEARNERS[name])
         own = self.config.learner.model_copy(update={"parallel": parallel})
         config = self.config.model_copy(update={"learner": own})
-        remote, world = learner_world(config, self.scratch, f"learner-{name}")
-        processes = Processes([], world)
-        try:
-            processes.start()
-            await remote.wait_ready(STARTUP_S)
+        learner = remote, _ = learner_world(config, self.scratch, f"learner-{name}")
+        async with started_world([], learner):
             yield config, remote
-        finally:
-            await remote.stop()
-            await processes.stop()
 
     async def _sync(self, config: Config, remote: RemoteLearner) -> None:
         """Version 0 again, so that every learner finds the server as the first one did."""
@@ -237,13 +207,5 @@ def brief(found: Comparison) -> Tree:
     }
 
 
-def main(file: Path) -> None:
-    """Write the figures of the case in `file` to where it says."""
-    die_with_parent()
-    asked: Tree = json.loads(file.read_text(encoding="utf-8"))
-    figures = asyncio.run(run(asked, file.parent))
-    Path(asked["out"]).write_text(json.dumps(figures), encoding="utf-8")
-
-
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    case_main(run)

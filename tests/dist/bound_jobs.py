@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.metrics.mismatch_limits import Bound, ModelsDiffer
+from megatron_opd.metrics.mismatch_gap import Bound, ModelsDiffer
 from megatron_opd.records.types import Batch
 from tests.dist.jobs import bitwise_equal, make_learner, share
 

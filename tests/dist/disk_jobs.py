@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
-import torch.distributed as dist
-
 from megatron_opd.config.schema import Config
-from megatron_opd.learner.devices import cpu
-from megatron_opd.learner.world import init_world
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.weight_sync.disk import Disk
 from megatron_opd.weight_sync.disk_writer import DiskWriter
 from megatron_opd.weight_sync.plan import ServerLayout
 from sglang_bridge.weights import changes, manifest
-from tests.dist.shard_jobs import Ask, Fleet, config_of, loaded, require_held, serve, wanted_of
+from tests.dist.shard_jobs import Ask, Fleet, config_of, require_held, serve_fleets, wanted_of
 from tests.support.receiving import ThreadFleet
 
 BLOCK, CHUNK_BYTES = 128, 1024  # small enough that the tiny models' slices have many
@@ -30,17 +25,7 @@ def disk_to_fleets(
     # every rank gets here by the same way: the directory's parent is there
     sync = {"type": "disk", "directory": str(out / "weights"), "delta": True, "keep_versions": 1}
     configs = {fleet: config_of(models[fleet.model], parallel, fleet, **sync) for fleet in fleets}
-    learner = configs[fleets[0]].learner
-    with cpu.install():
-        world = init_world(learner.parallel, 1, 1, 60.0)
-        for name in dict.fromkeys(fleet.model for fleet in fleets):
-            full = loaded(models[name], world, learner)
-            for fleet in fleets:
-                if fleet.model == name:
-                    part = DiskWriter(full, configs[fleet])
-                    control = partial(_control, config=configs[fleet], fleet=fleet)
-                    serve(full, part, control, fleet)
-    dist.destroy_process_group()
+    serve_fleets(models, configs, DiskWriter, _control)
 
 
 async def _control(ask: Ask, full: FullTensors, *, config: Config, fleet: Fleet) -> None:

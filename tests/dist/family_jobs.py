@@ -28,7 +28,7 @@ from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.config.learner import LearnerConfig, ParallelConfig
 from megatron_opd.learner.attention import Packing
 from megatron_opd.learner.devices import cpu
-from megatron_opd.learner.lm_head import head_weight, install_lean_head, real_vocab_size
+from megatron_opd.learner.lm_head import head_slice, install_lean_head
 from megatron_opd.learner.model import build_model
 from megatron_opd.learner.world import World, init_world
 from megatron_opd.losses.lean import lean_logp
@@ -133,14 +133,7 @@ def _cut_gaps(model: Path, world: World, config: LearnerConfig, num_ids: int) ->
     assert hidden is not None
     ids_S = torch.arange(len(hidden)) % num_ids
     rows_S = torch.arange(len(hidden))
-    lean = lean_logp(
-        hidden[:, : spec.hidden_size],
-        head_weight(chunks[-1]),
-        rows_S,
-        ids_S,
-        group=ps.get_tensor_model_parallel_group(),
-        vocab_size=real_vocab_size(chunks[-1]),
-    )
+    lean = lean_logp(hidden[:, : spec.hidden_size], head_slice(chunks[-1]), rows_S, ids_S)
     errors = dense - expected, lean.logp_N - expected[rows_S, ids_S]
     return [float(error.abs().max()) for error in errors]
 

@@ -1,5 +1,6 @@
 """transformers in float64 with given experts, and on request given weights."""
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,19 @@ import torch.nn.functional as F
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from tests.dist import caches
+from tests.support.models import tiny_qwen3_moe
+
+EXPERTS, TOPK, MOE_LAYERS = 8, 3, 3
+
+
+def both_ways_of_normalising(base: Path) -> dict[str, Path]:
+    """Two models, each with a layer without experts between those that have them."""
+    shape = {"num_hidden_layers": 4, "mlp_only_layers": [1]}
+    shape |= {"num_experts": EXPERTS, "num_experts_per_tok": TOPK}
+    return {
+        "post": tiny_qwen3_moe(base / "post", seed=4, norm_topk_prob=True, **shape),
+        "pre": tiny_qwen3_moe(base / "pre", seed=5, norm_topk_prob=False, **shape),
+    }
 
 
 class ForcedGates:

@@ -20,7 +20,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sft import SftConfig
-from megatron_opd.learner import collecting
+from megatron_opd.learner import share_collector
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.reading import stage_needs
 from megatron_opd.learner.serve import serve
@@ -167,13 +167,13 @@ def vocab_parallel(out: Path) -> None:
 
 
 def serve_controller(
-    out: Path, *, config: Config, address: str, silent_s: float = collecting.SILENT_S
+    out: Path, *, config: Config, address: str, silent_s: float = share_collector.SILENT_S
 ) -> None:
     """A rank of `python -m megatron_opd.learner --controller`.
 
     silent_s: how long it waits for a data worker that gives nothing.
     """
-    collecting.SILENT_S = silent_s
+    share_collector.SILENT_S = silent_s
     os.environ[RANK_VARIABLE] = KEYS.ranks.text()
     sys.exit(serve(config, address))
 

@@ -22,10 +22,11 @@ from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner import model as learner_model
 from megatron_opd.learner.attention import Packing
 from megatron_opd.learner.devices import cpu
-from megatron_opd.learner.lm_head import LeanHead, head_weight, install_lean_head
+from megatron_opd.learner.lm_head import LeanHead, head_slice, install_lean_head
 from megatron_opd.learner.model import build_model
 from megatron_opd.learner.world import init_world
 from megatron_opd.losses.lean import lean_logp
+from megatron_opd.losses.passes import HeadSlice
 from megatron_opd.losses.vocab_parallel import gather_logp
 from megatron_opd.models.spec import read_model_spec
 
@@ -57,8 +58,8 @@ def operation(out: Path) -> None:
 
     def outcome(weight: torch.Tensor, id_N: torch.Tensor, group: Any) -> tuple[torch.Tensor, ...]:
         inputs = hidden_TH.clone().requires_grad_(), weight.clone().requires_grad_()
-        options: Any = {"temperature": 0.7, "group": group, "block": (3, 5), "vocab_size": ids}
-        found = lean_logp(*inputs, row_N, id_N, **options)
+        head = HeadSlice(inputs[1], group, ids)
+        found = lean_logp(inputs[0], head, row_N, id_N, temperature=0.7, block=(3, 5))
         flat = torch.cat([found.logp_N, found.log_normaliser_T, found.entropy_T])
         flat.backward(grads)
         assert inputs[0].grad is not None
@@ -116,14 +117,12 @@ def _micro(seed: int, vocab: int) -> Micro:
 
 
 def _logp(model: GPTModel, lean: bool, out_1s: torch.Tensor, micro: Micro) -> torch.Tensor:
-    group: Any = ps.get_tensor_model_parallel_group()
-    rows_T = out_1s[0].index_select(0, micro.row_T)
-    options: Any = {"temperature": 0.7, "group": group}
+    rows_T, row_N, id_N = out_1s[0].index_select(0, micro.row_T), micro.row_N, micro.id_N
     if not lean:
-        return gather_logp(rows_T, micro.row_N, micro.id_N, **options)
-    weight_vH = head_weight(model)
-    found = lean_logp(rows_T, weight_vH, micro.row_N, micro.id_N, block=(5, 50), **options)
-    return found.logp_N
+        group: Any = ps.get_tensor_model_parallel_group()
+        return gather_logp(rows_T, row_N, id_N, temperature=0.7, group=group)
+    head = head_slice(model)
+    return lean_logp(rows_T, head, row_N, id_N, temperature=0.7, block=(5, 50)).logp_N
 
 
 def _gradients(ddp: Any, micros: list[Micro], lean: bool) -> tuple[float, dict[str, torch.Tensor]]:

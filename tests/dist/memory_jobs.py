@@ -38,7 +38,7 @@ def turns(
             moved_bytes += tensor.numel() * tensor.element_size()
             tensor.fill_(math.nan)  # that memory is the servers' now
         if number == 0:
-            learner.settle_weights()
+            learner.finish_param_gather()
             state.save(target, 1, in_background=True)
         for _ in range(2):
             held.onload()

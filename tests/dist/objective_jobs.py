@@ -15,6 +15,7 @@ import torch.distributed as dist
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.lean import lean_logp
 from megatron_opd.losses.objective import evaluate
+from megatron_opd.losses.passes import HeadSlice
 from megatron_opd.losses.vocab_parallel import gather_logp
 from tests.support.loss_cases import Problem, Row, cache_of, draw_rows, flat, problem
 
@@ -56,8 +57,8 @@ def outcome(
     inputs = hidden_TH.clone().requires_grad_(), head.weight_vH.clone().requires_grad_()
     row_N, id_N, _ = flat(rows)
     if lean:
-        options: Any = {"group": group, "block": BLOCK, "vocab_size": case.vocab}
-        student_N = lean_logp(*inputs, row_N, id_N, **options).logp_N
+        piece = HeadSlice(inputs[1], group, case.vocab)
+        student_N = lean_logp(inputs[0], piece, row_N, id_N, block=BLOCK).logp_N
     else:
         padding_v = torch.arange(len(head.weight_vH)) >= head.num_ids  # as PaddedHead does
         logits_Tv = (inputs[0] @ inputs[1].T).masked_fill(padding_v, -torch.inf)

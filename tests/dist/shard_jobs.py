@@ -37,7 +37,7 @@ from megatron_opd.weight_sync.transport import LearnerPart
 from sglang_bridge import wire
 from sglang_bridge.errors import WeightSyncFailed
 from sglang_bridge.protocol import WeightPiece
-from sglang_bridge.weights import schedule
+from sglang_bridge.weights import message_order
 from sglang_bridge.weights.formats import Format, Grid, item_bytes
 from sglang_bridge.weights.lanes import DESCRIPTOR_BYTES
 from tests.support.quantised import held_oracle
@@ -78,17 +78,26 @@ def shards_to_fleets(
 ) -> None:
     """Sends every model's weights, as they are and after a change, to all its fleets."""
     configs = {f: config_of(models[f.model], parallel, f, same_host=same_host) for f in fleets}
-    learner = configs[fleets[0]].learner
-    schedule.ALONE = ALONE
+    message_order.ALONE = ALONE
+    serve_fleets(models, configs, ShardsSender, _control)
+
+
+def serve_fleets(
+    models: dict[str, Path],
+    configs: dict[Fleet, Config],
+    part_of: Callable[[FullTensors, Config], LearnerPart],
+    control: Callable[..., Awaitable[None]],
+) -> None:
+    """Serves every fleet in turn, with the weights of each model loaded once."""
+    learner = next(iter(configs.values())).learner
     with cpu.install():
         world = init_world(learner.parallel, 1, 1, 60.0)
-        for name in dict.fromkeys(fleet.model for fleet in fleets):
+        for name in dict.fromkeys(fleet.model for fleet in configs):
             full = loaded(models[name], world, learner)
-            for fleet in fleets:
+            for fleet, config in configs.items():
                 if fleet.model == name:
-                    part = ShardsSender(full, configs[fleet])
-                    control = partial(_control, config=configs[fleet], fleet=fleet)
-                    serve(full, part, control, fleet)
+                    told = partial(control, config=config, fleet=fleet)
+                    serve(full, part_of(full, config), told, fleet)
     dist.destroy_process_group()
 
 
@@ -98,7 +107,7 @@ def shards_without_a_lost_server(
     """Sends to servers, of which one is lost while it receives, and then to the others."""
     # whoever waited for a timeout would wait for more than a minute
     config = config_of(model, parallel, fleet, timeout_s=300.0, same_host=same_host)
-    schedule.ALONE = ALONE
+    message_order.ALONE = ALONE
     with cpu.install():
         world = init_world(config.learner.parallel, 1, 1, 60.0)
         full = loaded(model, world, config.learner)
@@ -257,7 +266,7 @@ def shards_beside_training(
     out: Path, *, models: dict[str, Path], parallel: dict[str, int], fleets: list[Fleet]
 ) -> None:
     """Sends versions while the learner makes the next ones; of two servers one is lost then."""
-    schedule.ALONE = ALONE
+    message_order.ALONE = ALONE
     with cpu.install():
         configs = {f: config_of(models[f.model], parallel, f, overlap=True) for f in fleets}
         learner = configs[fleets[0]].learner

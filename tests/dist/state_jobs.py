@@ -25,11 +25,8 @@ REPORTED = ("loss", "grad_norm", "reverse_kl_nats", "mismatch_tokens")
 
 
 def keeper(learner: MegatronLearner) -> LearnerState:
-    heads = heads_of(learner.spec)
-    return LearnerState(
-        *(learner.model, learner.optimizer, learner.world, learner.config.dtype, heads),
-        timeout_s=60,
-    )
+    heads, dtype = heads_of(learner.spec), learner.config.dtype
+    return LearnerState(learner.model, learner.optimizer, learner.world, dtype, heads, timeout_s=60)
 
 
 def train(learner: MegatronLearner, batches: list[Batch]) -> list[dict[str, Any]]:
@@ -44,7 +41,7 @@ def train(learner: MegatronLearner, batches: list[Batch]) -> list[dict[str, Any]
 
 def weights(learner: MegatronLearner) -> dict[str, torch.Tensor]:
     """The whole model on rank 0, nothing elsewhere; collective."""
-    learner.settle_weights()
+    learner.finish_param_gather()
     return {name: tensor.float().clone() for name, tensor in learner.full.tensors()}
 
 

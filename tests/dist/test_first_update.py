@@ -10,13 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_opd.metrics.mismatch_limits import (
-    MOST_RATIO,
-    SMALL,
-    Bound,
-    MismatchGap,
-    MismatchLimits,
-)
+from megatron_opd.metrics.mismatch_gap import MOST_RATIO, SMALL, Bound, MismatchGap, MismatchLimits
 from megatron_opd.records.types import Batch, Sample, VersionSpan
 from tests.dist import bound_jobs
 from tests.dist.caches import load_float64, make_batch, oracle_update, response_logp

@@ -18,7 +18,7 @@ from tests.dist.caches import (
     with_experts,
     with_gates,
 )
-from tests.dist.forced_gates import ForcedGates
+from tests.dist.forced_gates import EXPERTS, MOE_LAYERS, TOPK, ForcedGates, both_ways_of_normalising
 from tests.dist.layouts import ADAM, BALANCED, relative_gap, weights
 from tests.dist.worlds import run_world
 from tests.support.figures import bounded, relative
@@ -26,7 +26,7 @@ from tests.support.models import tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 
-VOCAB, EXPERTS, TOPK, MOE_LAYERS = 512, 8, 3, 3
+VOCAB = 512
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "recompute": (1, {"max_tokens_per_microbatch": 32, "recompute": "full"}),
     "recomputed experts": (1, {"max_tokens_per_microbatch": 32, "recompute": "selective"}),
@@ -45,18 +45,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Both ways of normalising; a layer without experts between those that have them."""
-    base = tmp_path_factory.mktemp("models")
-    shape = {
-        "num_hidden_layers": 4,
-        "mlp_only_layers": [1],
-        "num_experts": EXPERTS,
-        "num_experts_per_tok": TOPK,
-    }
-    return {
-        "post": tiny_qwen3_moe(base / "post", seed=4, norm_topk_prob=True, **shape),
-        "pre": tiny_qwen3_moe(base / "pre", seed=5, norm_topk_prob=False, **shape),
-    }
+    return both_ways_of_normalising(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(scope="module")

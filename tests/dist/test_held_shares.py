@@ -10,7 +10,7 @@ import pytest
 from megatron_opd.batching.shares import Share, shares
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.config.schema import Config
-from megatron_opd.data_workers.taking import TRIES
+from megatron_opd.data_workers.data_client import TRIES
 from megatron_opd.records.types import Batch, HeldSample
 from megatron_opd.run import batch_learner
 from megatron_opd.run.batch_learner import BatchLearner
@@ -19,7 +19,7 @@ from megatron_opd.transport.remote_learner import RemoteLearner
 from sglang_bridge.protocol import WeightPiece
 from tests.dist.caches import make_batch, oracle_update
 from tests.dist.serving import START_S, arrived, make_config, served
-from tests.support.holders import Holders, holders
+from tests.support.held_batch import HeldBatch, held_batch
 from tests.support.models import tiny_qwen3
 
 pytestmark = pytest.mark.dist
@@ -43,7 +43,7 @@ def batch(model: Path) -> Batch:
 class Ranks:
     """The ranks' side of a run: what they answer, and which weights they have."""
 
-    def __init__(self, config: Config, remote: RemoteLearner, held: Holders) -> None:
+    def __init__(self, config: Config, remote: RemoteLearner, held: HeldBatch) -> None:
         self.remote, self.held = remote, held
         self.learner = BatchLearner(config, remote, held.pool)
         self.config = config
@@ -89,7 +89,7 @@ def with_ranks(config: Config, batch: Batch, out: Path, ranks: int, body: Body) 
 
     async def connected(remote: RemoteLearner) -> None:
         await remote.wait_ready(START_S)
-        async with holders(batch) as held:
+        async with held_batch(batch) as held:
             await body(Ranks(config, remote, held))
 
     return asyncio.run(served(config, out, connected, ranks, silent_s=SILENT_S))
@@ -132,15 +132,15 @@ def test_two_model_copies_make_every_update_together_or_not_at_all(
         # one head lacks a sample, the other has all of its own
         for lacking, worker in ((0, 1), (1, 0)):
             uid = held_by(ranks.shares()[lacking], worker)
-            frames = held.givers[worker].held.pop(f"r-{uid}")
+            frames = held.servers[worker].held.pop(f"r-{uid}")
             assert await ranks.ask() is None
-            held.givers[worker].held[f"r-{uid}"] = frames
+            held.servers[worker].held[f"r-{uid}"] = frames
         # one worker says nothing
-        serving = held.givers[1].giving._socket
-        held.givers[1].task.cancel()
+        serving = held.servers[1].data_server._router
+        held.servers[1].task.cancel()
         assert await ranks.ask() is None
         assert not serving.closed, "the worker is there"
-        held.givers[1].task = asyncio.create_task(held.givers[1].giving.serve())
+        held.servers[1].task = asyncio.create_task(held.servers[1].data_server.serve())
         assert await ranks.weights() == first, "an update was made, or a part of one"
         # a healthy worker's connection breaks twice
         held.proxies[0].cuts, held.proxies[0].after = 2, IN_A_SAMPLE
@@ -162,7 +162,7 @@ def test_two_model_copies_make_every_update_together_or_not_at_all(
         assert ranks.answers[-1] is not None
         third = await ranks.weights()
         assert third != second
-        # a worker dies while both heads take
+        # a worker dies while both heads fetch
         await dies(ranks, 1)
         assert await ranks.weights() == third
         # what it held is sampled anew, by the other one
@@ -176,13 +176,13 @@ def test_two_model_copies_make_every_update_together_or_not_at_all(
 
 async def dies(ranks: Ranks, worker: int) -> None:
     """Let a worker die as it gives its first sample; the update ends as one that was lost."""
-    giver, asked = ranks.held.givers[worker], asyncio.Event()
+    server, asked = ranks.held.servers[worker], asyncio.Event()
 
     def last_words(key: str) -> list[bytes]:
         asked.set()
         raise RuntimeError("the worker's process ends")
 
-    giver.giving._frames = last_words
+    server.data_server._frames = last_words
     training = asyncio.ensure_future(ranks.train())
     await asked.wait()
     await ranks.held.end(worker)
@@ -198,10 +198,10 @@ def test_all_ranks_of_a_model_copy_agree(layout: str, model: Path, batch: Batch,
         first = await ranks.weights()
         await ranks.held.hold(0, 0)
         await ranks.held.hold(4, 1)
-        frames = ranks.held.givers[1].held.pop("r-4")
+        frames = ranks.held.servers[1].held.pop("r-4")
         assert await ranks.ask() is None
         assert await ranks.weights() == first
-        ranks.held.givers[1].held["r-4"] = frames
+        ranks.held.servers[1].held["r-4"] = frames
         assert (await ranks.train()).loss == pytest.approx(exact.loss, rel=1e-5)
         assert await ranks.weights() != first
 

@@ -23,9 +23,10 @@ from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.schema import Config
+from megatron_opd.errors import LearnerError
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.records.types import Batch
-from megatron_opd.transport.remote_learner import Admission, LearnerError, RemoteLearner
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
 from megatron_opd.weight_sync.broadcast_messages import (
     JoinGroup,
     ListBuckets,

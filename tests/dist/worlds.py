@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from sglang_bridge.ports import free_port
 
-TIMEOUT_S = 150
+TIMEOUT_S = 400  # of a hang; a world of minutes on two idle cores takes more beside other work
 # The second brings transformers too, seconds that every rank of fine-tuning would pay again.
 PRELOADED = ("tests.dist.jobs", "tests.dist.precision_jobs")
 

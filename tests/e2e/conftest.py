@@ -16,11 +16,13 @@ import pytest
 import torch
 
 from sglang_bridge.ports import free_port
+from sglang_bridge.server.forks import Preloaded, preload
 from sglang_bridge.server.launch import ServerProcess
-from sglang_bridge.server.spec import ServerSpec
+from sglang_bridge.server.spec import ServerSpec, server_env
 from tests.e2e.runs import Running
 from tests.e2e.weight_sync import resume, rewind
 from tests.support.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.preloaded import Program
 
 STARTUP_TIMEOUT_S = 420
 REPORTS_IMPORTS = Path(__file__).parents[1] / "support" / "imports"
@@ -72,6 +74,13 @@ def left_behind(server: ServerProcess) -> list[str]:
     return [*mapped, server.files]
 
 
+@pytest.fixture(scope="session", autouse=True)
+def preloading() -> Preloaded:
+    """Has the servers of these tests forked, but those that are started with other variables."""
+    spec = ServerSpec(model_path="", role="student", port=1)
+    return preload(server_env(spec), "tests.support.preloaded")
+
+
 @pytest.fixture(scope="session")
 def student_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its generation_config.json ends a response at an id that nothing else names."""
@@ -107,8 +116,7 @@ def servers(
     }
     try:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("PYTHONPATH", str(REPORTS_IMPORTS), prepend=os.pathsep)
-            patch.setenv("IMPORTS_DIRECTORY", str(imports))
+            report_imports(patch, imports)
             processes["student"].start()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("SGLANG_ENABLE_LOGPROB_CHUNK", "1")
@@ -135,6 +143,17 @@ def imported(servers: dict[str, ServerProcess]) -> dict[str, frozenset[str]]:
     student, directory = servers["student"], servers["student"].log_path.parent / IMPORTS
     assert student.pid is not None
     pids = {student.pid, *(child.pid for child in psutil.Process(student.pid).children(True))}
+    return imports_of(pids, directory)
+
+
+def report_imports(patch: pytest.MonkeyPatch, directory: Path) -> None:
+    """Let every Python that is started from now on tell `imports_of` what it imported."""
+    patch.setenv("PYTHONPATH", str(REPORTS_IMPORTS), prepend=os.pathsep)
+    patch.setenv("IMPORTS_DIRECTORY", str(directory))
+
+
+def imports_of(pids: set[int], directory: Path) -> dict[str, frozenset[str]]:
+    """What these processes have imported, by process id; others that report are among them."""
     (directory / "ask").touch()
     waited_until_s = time.monotonic() + 60
     found: dict[str, Path] = {}
@@ -182,7 +201,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Running]]:
 
     def begin(config: Path) -> Running:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(
+        process = Program(
             [sys.executable, "-m", "megatron_opd", "run", str(config)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -48,6 +48,16 @@ def requests_of(tokens: int, count: int = 24) -> list[RolloutRequest]:
     ]
 
 
+def generate_all(url: str, requests: list[RolloutRequest]) -> list[RolloutReply]:
+    """All replies, asked for at once."""
+
+    async def run() -> list[RolloutReply]:
+        async with ServerClient(url, timeout_s=120) as client:
+            return await asyncio.gather(*map(client.generate, requests))
+
+    return asyncio.run(run())
+
+
 def ends_read_back(server: ServerProcess, model: Path) -> ServerEnds:
     """What a server says that it ends at, once a run was seen to take that, and nothing else."""
     key = f"{server.spec.role}.model"
@@ -58,8 +68,7 @@ def ends_read_back(server: ServerProcess, model: Path) -> ServerEnds:
 
     raw = json.loads((model / "config.json").read_text())
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
-    eos, added = tokenizer.eos_token_id, tokenizer.get_added_vocab()
-    ours, info = read_end_tokens(model, raw, raw["vocab_size"], eos, added), asyncio.run(ask())
+    ours, info = read_end_tokens(model, raw, raw["vocab_size"], tokenizer), asyncio.run(ask())
     check_ends(key, info, ours)
     with pytest.raises(UserError, match="must end responses at ids"):
         check_ends(key, info, dataclasses.replace(ours, model=(*ours.model, 7)))

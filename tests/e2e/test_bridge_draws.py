@@ -10,6 +10,7 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerRefused
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.server.launch import ServerProcess
+from tests.e2e.replies import generate_all
 from tests.support.figures import bounded
 from tests.support.models import VOCAB_SIZE
 from tests.support.oracles import (
@@ -24,14 +25,6 @@ from tests.support.oracles import (
 pytestmark = pytest.mark.e2e
 PROMPT = list(range(40, 60))
 TOLERANCE = 1e-5
-
-
-def generate_all(url: str, requests: list[RolloutRequest]) -> list[RolloutReply]:
-    async def run() -> list[RolloutReply]:
-        async with ServerClient(url, timeout_s=120) as client:
-            return await asyncio.gather(*map(client.generate, requests))
-
-    return asyncio.run(run())
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from torch import distributed
 
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, plan_sync, room_of
+from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, SyncSettings, plan_sync
 from megatron_opd.weight_sync.shards import require_as_planned
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
@@ -89,7 +89,7 @@ def plan_of(model: Path, case: Case) -> SyncPlan:
     config = Config.model_validate(
         {"data": {"train": "x"}, "student": section, "teacher": section, "weight_sync": settings}
     )
-    room = room_of(config.weight_sync, "float32", case.format)
+    room = SyncSettings.of(config.weight_sync, "float32", case.format)
     servers = [ServerLayout(case.tp, case.ep)]
     return plan_sync(read_model_spec(model), config.learner.parallel, {}, servers, room)
 

@@ -8,13 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_opd.config.sections import RolloutConfig
-from megatron_opd.config.supports import McSupport
 from megatron_opd.records.types import Prompt, Rollout
 from megatron_opd.rollout.generator import RolloutGenerator
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
+from tests.support.config_files import minimal
 from tests.support.figures import bounded
 from tests.support.models import VOCAB_SIZE
 from tests.support.oracles import behaviour_logp, load_reference, reference_logits
@@ -60,8 +59,8 @@ def test_a_rollout_that_lost_its_connection_is_sampled_anew(
         host, port = student_server.spec.host, student_server.spec.port
         async with cutting(host, port, cuts=2) as url:
             fleet = Fleet([ServerClient(url, timeout_s=60)])
-            settings = RolloutConfig(max_new_tokens=24)
-            generator = RolloutGenerator(fleet, settings, McSupport(m=8), VOCAB_SIZE, "cut")
+            config = minimal(rollout={"max_new_tokens": 24}, support={"type": "mc", "m": 8})
+            generator = RolloutGenerator(config, fleet, VOCAB_SIZE, "cut", ())
             try:
                 prompt = Prompt(7, "", np.array(PROMPT, np.int32))
                 return await generator.generate(prompt)

@@ -1,29 +1,19 @@
 """Stop strings of a real server: what is returned is what was sampled, up to the string's end."""
 
-import asyncio
 from pathlib import Path
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from sglang_bridge.client import ServerClient
-from sglang_bridge.protocol import RolloutReply, RolloutRequest, ServerEnds
+from sglang_bridge.protocol import RolloutRequest, ServerEnds
 from sglang_bridge.server.launch import ServerProcess
-from tests.e2e.replies import ends_read_back, span_error
+from tests.e2e.replies import ends_read_back, generate_all, span_error
 from tests.support.figures import bounded
 from tests.support.oracles import load_reference
 
 pytestmark = pytest.mark.e2e
 COUNT, TOKENS = 12, 32
-
-
-def generate_all(url: str, requests: list[RolloutRequest]) -> list[RolloutReply]:
-    async def run() -> list[RolloutReply]:
-        async with ServerClient(url, timeout_s=120) as client:
-            return await asyncio.gather(*map(client.generate, requests))
-
-    return asyncio.run(run())
 
 
 def request_of(number: int, name: str) -> RolloutRequest:

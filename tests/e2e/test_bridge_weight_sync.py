@@ -3,10 +3,10 @@
 import asyncio
 from pathlib import Path
 
-import psutil
 import pytest
 from torch import distributed
 
+from megatron_opd.run.work_watch import server_cpu_s
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
@@ -24,14 +24,6 @@ from tests.support.oracles import load_reference
 
 pytestmark = pytest.mark.e2e
 TOLERANCE = 1e-5
-
-
-def cpu_seconds(server: ServerProcess) -> float:
-    """Return what all processes of a server have used so far."""
-    assert server.pid is not None
-    leader = psutil.Process(server.pid)
-    times = [process.cpu_times() for process in (leader, *leader.children(recursive=True))]
-    return sum(time.user + time.system for time in times)
 
 
 def test_weight_sync_in_flight(student_server: ServerProcess, student_model: Path, tmp_path: Path):
@@ -92,9 +84,9 @@ def test_a_paused_server_is_alive_and_keeps_its_requests(student_server: ServerP
             await asyncio.sleep(0.1)
             await client.pause("retract")
             assert await client.alive()
-            before_s = cpu_seconds(student_server)
+            before_s = server_cpu_s(student_server)
             await asyncio.sleep(1.5)
-            used_s = cpu_seconds(student_server) - before_s
+            used_s = server_cpu_s(student_server) - before_s
             held = [task for task in tasks if not task.done()]
             await client.resume()
             return used_s, [await task for task in held]

@@ -56,10 +56,12 @@ def config_of(inputs: Path, tmp_path: Path, sections: Sections) -> Path:
     """A run that goes on without nothing that it loses."""
     alone = {"max_restarts": 0}
     return write_config(
-        *(inputs, tmp_path),
+        inputs,
+        tmp_path,
         student={**sections["student"], **alone},
         teacher={**sections["teacher"], **alone},
         learner=alone,
+        scoring={"guard": "refuse"},
         evaluation={"problems": 0},
         metrics={"progress": False, "tensorboard": False},
     )

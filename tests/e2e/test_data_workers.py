@@ -15,6 +15,7 @@ from tests.e2e.conftest import STARTUP_TIMEOUT_S, Sections, tiny_spec
 from tests.e2e.runs import BATCH, START_TIMEOUT_S, Finished, Running, write_config
 from tests.e2e.weight_sync import rewind
 from tests.support.secrets import all_arguments, found_in, secrets_in
+from tests.support.trees import words_of
 
 pytestmark = pytest.mark.e2e
 
@@ -81,14 +82,7 @@ def begin(
 
 def data_workers(running: Running) -> list[psutil.Process]:
     running.look()
-    return [p for p in running.seen if p.is_running() and WORKER in arguments(p)]
-
-
-def arguments(process: psutil.Process) -> list[str]:
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
+    return [p for p in running.seen if p.is_running() and WORKER in words_of(p)]
 
 
 def ended(running: Running, updates: int = UPDATES) -> Finished:

@@ -15,7 +15,10 @@ from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.e2e
 
-SHORT = {"run.max_steps": "4", "evaluation.problems": "4", "buffer.batch_size": "16"}
+SHORT = {
+    **{"run.max_steps": "4", "evaluation.problems": "4", "buffer.batch_size": "16"},
+    "scoring.guard": "off",
+}
 
 
 def made(trial: Trial, run_dir: Path, pair: Pair) -> subprocess.CompletedProcess[str]:

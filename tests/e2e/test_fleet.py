@@ -15,11 +15,12 @@ import psutil
 import pytest
 import yaml
 
-from sglang_bridge.client import ServerClient
+from harness.run_dirs import updates_of
 from sglang_bridge.ports import free_port
-from sglang_bridge.protocol import WeightPiece
 from tests.e2e.conftest import Sections
+from tests.e2e.runs import held_by
 from tests.e2e.weight_sync import differing, load_tensors
+from tests.support.preloaded import Program
 
 pytestmark = pytest.mark.e2e
 
@@ -51,6 +52,7 @@ def write_config(root: Path, student: Path, teacher: Path, teachers: Sections) -
             "optimizer": {"lr": 0.001},
         },
         "evaluation": {"problems": 0},
+        "scoring": {"guard": "off"},
         "checkpoint": {"every_minutes": 0, "export_hf": False},
         "metrics": {"progress": False, "tensorboard": False},
         "cluster": {"fleet_file": str(root / "fleet.txt")},
@@ -73,7 +75,7 @@ class Run:
 
     def _start(self, command: list[str], log: Path) -> subprocess.Popen[bytes]:
         with log.open("wb") as output:
-            return subprocess.Popen(
+            return Program(
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -100,9 +102,7 @@ class Run:
         return {row["url"]: row for row in rows if row["role"] == "student"}
 
     def rows(self) -> list[dict[str, Any]]:
-        metrics = self.dir / "metrics.jsonl"
-        lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return updates_of(self.dir)
 
     def sampled(self, urls: set[str]) -> bool:
         """Whether just these have the newest version, and each has sampled with some version."""
@@ -143,11 +143,6 @@ def start(
             process.wait(30)
 
 
-async def held_by(url: str) -> tuple[int, list[WeightPiece]]:
-    async with ServerClient(url, timeout_s=60) as client:
-        return await client.version(), await client.weight_digests()
-
-
 def test_servers_join_and_leave_a_run(
     start: Callable[[int], Run], shared: Sections, student_model: Path, tmp_path: Path
 ):
@@ -158,7 +153,7 @@ def test_servers_join_and_leave_a_run(
     (tmp_path / "fleet.txt").write_text(f"{served}  # it answers later\n")
     run = start(port)
     run.wait_until(lambda: len(run.rows()) > 0)
-    (own,) = {url for row in run.rows()[:1] for url in row["servers"]}
+    (own,) = run.rows()[0]["servers"].keys() - {served}  # which may be up by then
 
     assert f"{teacher} is a teacher server of this run already" in run.refused("add", teacher)
     assert "is no server of this run" in run.refused("remove", lent)

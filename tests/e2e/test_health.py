@@ -6,9 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron_opd.config.metrics import MetricsConfig
-from megatron_opd.config.sections import RolloutConfig
-from megatron_opd.config.supports import PathSupport
 from megatron_opd.metrics.opd_health import ScoredSelection, measure
 from megatron_opd.records.types import Prompt, Rollout
 from megatron_opd.rollout.generator import RolloutGenerator
@@ -17,6 +14,7 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.conftest import Sections
+from tests.support.config_files import minimal
 from tests.support.models import VOCAB_SIZE
 from tests.support.oracles import load_reference, log_softmax, reference_logits
 from tests.support.selections import select
@@ -44,12 +42,15 @@ def test_figures_are_those_of_the_models(
             Fleet([ServerClient(student_server.spec.url, timeout_s=120)]) as student,
             Fleet([ServerClient(teacher_server.spec.url, timeout_s=120)]) as teacher,
         ):
-            rollout = RolloutConfig(max_new_tokens=40, temperature=TEMPERATURES[0])
-            generator = RolloutGenerator(student, rollout, PathSupport(), VOCAB_SIZE, "health")
-            settings = MetricsConfig(health_every=1, health_top_k=TOP_K)
-            probe = HealthProbe(
-                *(student, {"teacher": teacher}, settings, TEMPERATURES, ENDS, VOCAB_SIZE, "h")
+            config = minimal(
+                rollout={"max_new_tokens": 40, "temperature": TEMPERATURES[0]},
+                scoring={"temperature": TEMPERATURES[1]},
+                support={"type": "path"},
+                metrics={"health_every": 1, "health_top_k": TOP_K},
             )
+            generator = RolloutGenerator(config, student, VOCAB_SIZE, "health", ())
+            fleets = {"student": student, "teacher": teacher}
+            probe = HealthProbe(config, fleets, VOCAB_SIZE, ENDS)
             rollouts = await asyncio.gather(*map(generator.generate, prompts))
             return rollouts, await asyncio.gather(*map(probe.score, rollouts))
 

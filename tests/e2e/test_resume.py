@@ -21,10 +21,12 @@ import psutil
 import pytest
 import yaml
 
+from harness.run_dirs import summary_of, updates_of
 from megatron_opd.data.prompts import WHOLE_BYTES
 from megatron_opd.metrics.compare import compare_rows
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.conftest import STARTUP_TIMEOUT_S, tiny_spec
+from tests.support.preloaded import Program
 
 pytestmark = pytest.mark.e2e
 
@@ -92,6 +94,7 @@ def write_config(root: Path, elsewhere: dict[str, dict[str, Any]]) -> Path:
         },
         "checkpoint": {"every": EVERY, "export_hf": False},
         "evaluation": {"problems": 0},
+        "scoring": {"guard": "off"},
         "metrics": {"progress": False, "tensorboard": False},
         "weight_sync": {"bucket_bytes": 200_000},
     }
@@ -114,7 +117,7 @@ def processes() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def start(config: Path, *options: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return Program(
         [sys.executable, "-m", "megatron_opd", "run", str(config), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -122,12 +125,6 @@ def start(config: Path, *options: str) -> subprocess.Popen[str]:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )
-
-
-def rows(run_dir: Path) -> list[dict[str, Any]]:
-    path = run_dir / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def newest_in(run_dir: Path) -> int:
@@ -144,57 +141,8 @@ def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool]) -> 
         time.sleep(0.02)
 
 
-def summary_of(run_dir: Path) -> dict[str, Any]:
-    return json.loads((run_dir / "summary.json").read_text())
-
-
-def test_a_run_that_is_killed_and_preempted_goes_on(
-    tmp_path: Path,
-    elsewhere: dict[str, dict[str, Any]],
-    processes: list[subprocess.Popen[str]],
-) -> None:
-    """Before: the student server was refused, as it held weights of another run."""
-    config, run_dir = write_config(tmp_path, elsewhere), tmp_path / "run"
-    first = start(config, "--auto-resume")
-    processes.append(first)
-    wait_until(first, lambda: 0 < newest_in(run_dir) <= len(rows(run_dir)) - COMPARED)
-    children = psutil.Process(first.pid).children(recursive=True)
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    left = psutil.wait_procs(children, timeout=20)[1]
-    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE], "children outlive the run"
-    before = rows(run_dir)
-    newest = newest_in(run_dir)
-    torn = run_dir / "checkpoints" / "step-000099.part"
-    (torn / "learner").mkdir(parents=True)
-
-    held = f"data.heldout={{few: {tmp_path / 'train.jsonl'}}}"
-    evaluated = ["--set", held, "--set", "evaluation={problems: 3, samples: 2, every: 1}"]
-    second = start(config, "--auto-resume", "--set", "checkpoint.every=1000", *evaluated)
-    processes.append(second)
-    wait_until(second, lambda: not torn.exists() and len(rows(run_dir)) > newest)
-    second.send_signal(signal.SIGUSR1)
-    output = second.communicate(timeout=LIMIT_S)[0]
-    assert second.returncode == os.EX_TEMPFAIL, output
-    assert f"{torn.name} was not written completely and is ignored" in output
-    resumed = f"continuing from {run_dir / 'checkpoints'}/step-{newest:06d} ({newest} updates)"
-    assert resumed in output
-    assert "SIGUSR1: the run ends after a checkpoint, within 120 s" in output
-    assert "preempted: SIGUSR1\n" in output
-    preempted_at = newest_in(run_dir)
-    assert newest < preempted_at < UPDATES
-    summary = summary_of(run_dir)
-    assert (summary["status"], summary["updates"]) == ("preempted", preempted_at)
-    assert rows(run_dir)[:newest] == before[:newest], "what was made before the checkpoint stands"
-
-    # a checkpoint after every update, by the clock: it must not change what is learnt
-    options = ["--set", "rollout.concurrency=3", "--set", "checkpoint.every_minutes=1e-6"]
-    third = start(config, "--auto-resume", *options, "--set", "student.urls=[]", *evaluated)
-    processes.append(third)
-    output = third.communicate(timeout=LIMIT_S)[0]
-    assert third.returncode == 0, output
-
-    after = rows(run_dir)
+def check_rows(before: list[dict[str, Any]], after: list[dict[str, Any]], newest: int) -> None:
+    """What was learnt is what an undisturbed run learns. newest: the first checkpoint's updates."""
     assert [row["update"] for row in after] == list(range(UPDATES))
     assert [row["version"] for row in after] == list(range(UPDATES))
     # with other requests in flight than the first time
@@ -205,9 +153,12 @@ def test_a_run_that_is_killed_and_preempted_goes_on(
     assert found.differences == ()
     assert after[-1]["time_s"] > before[newest - 1]["time_s"]
 
-    summary = summary_of(run_dir)
+
+def check_summary(run_dir: Path, resumed_at: list[int]) -> None:
+    """Totals go on over every process of the run."""
+    after, summary = updates_of(run_dir), summary_of(run_dir)
     assert summary["status"] == "finished"
-    assert summary["resumed_at_updates"] == [newest, preempted_at]
+    assert summary["resumed_at_updates"] == resumed_at
     assert summary["updates"] == summary["version"] == UPDATES
     assert summary["samples_consumed"] == UPDATES * BATCH
     dropped = summary["samples_dropped"]
@@ -222,6 +173,10 @@ def test_a_run_that_is_killed_and_preempted_goes_on(
     assert kept == [f"step-{updates:06d}" for updates in (UPDATES - 1, UPDATES)]
     assert (run_dir / "earlier" / "1" / "logs" / "learner.log").exists()
 
+
+def check_evaluations(run_dir: Path, newest: int, preempted_at: int) -> None:
+    """Every update since the first checkpoint is evaluated once, or counted as skipped."""
+    summary = summary_of(run_dir)
     lines = (run_dir / "evaluations.jsonl").read_text().splitlines()
     places = [json.loads(line)["update"] for line in lines]
     assert places == sorted(set(places)), "none twice, also of those that were interrupted"
@@ -229,6 +184,58 @@ def test_a_run_that_is_killed_and_preempted_goes_on(
     assert preempted_at in places
     assert places[-1] == UPDATES
     assert len(places) + summary["evaluations_skipped"] == UPDATES - newest, "none left out"
+
+
+def test_a_run_that_is_killed_and_preempted_goes_on(
+    tmp_path: Path,
+    elsewhere: dict[str, dict[str, Any]],
+    processes: list[subprocess.Popen[str]],
+) -> None:
+    """Before: the student server was refused, as it held weights of another run."""
+    config, run_dir = write_config(tmp_path, elsewhere), tmp_path / "run"
+    first = start(config, "--auto-resume")
+    processes.append(first)
+    wait_until(first, lambda: 0 < newest_in(run_dir) <= len(updates_of(run_dir)) - COMPARED)
+    children = psutil.Process(first.pid).children(recursive=True)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    left = psutil.wait_procs(children, timeout=20)[1]
+    assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE], "children outlive the run"
+    before = updates_of(run_dir)
+    newest = newest_in(run_dir)
+    torn = run_dir / "checkpoints" / "step-000099.part"
+    (torn / "learner").mkdir(parents=True)
+
+    held = f"data.heldout={{few: {tmp_path / 'train.jsonl'}}}"
+    evaluated = ["--set", held, "--set", "evaluation={problems: 3, samples: 2, every: 1}"]
+    second = start(config, "--auto-resume", "--set", "checkpoint.every=1000", *evaluated)
+    processes.append(second)
+    wait_until(second, lambda: not torn.exists() and len(updates_of(run_dir)) > newest)
+    second.send_signal(signal.SIGUSR1)
+    output = second.communicate(timeout=LIMIT_S)[0]
+    assert second.returncode == os.EX_TEMPFAIL, output
+    assert f"{torn.name} was not written completely and is ignored" in output
+    resumed = f"continuing from {run_dir / 'checkpoints'}/step-{newest:06d} ({newest} updates)"
+    assert resumed in output
+    assert "SIGUSR1: the run ends after a checkpoint, within 120 s" in output
+    assert "preempted: SIGUSR1\n" in output
+    preempted_at = newest_in(run_dir)
+    assert newest < preempted_at < UPDATES
+    summary = summary_of(run_dir)
+    assert (summary["status"], summary["updates"]) == ("preempted", preempted_at)
+    after = updates_of(run_dir)
+    assert after[:newest] == before[:newest], "what was made before the checkpoint stands"
+
+    # a checkpoint after every update, by the clock: it must not change what is learnt
+    options = ["--set", "rollout.concurrency=3", "--set", "checkpoint.every_minutes=1e-6"]
+    third = start(config, "--auto-resume", *options, "--set", "student.urls=[]", *evaluated)
+    processes.append(third)
+    output = third.communicate(timeout=LIMIT_S)[0]
+    assert third.returncode == 0, output
+
+    check_rows(before, updates_of(run_dir), newest)
+    check_summary(run_dir, [newest, preempted_at])
+    check_evaluations(run_dir, newest, preempted_at)
 
     done = subprocess.run(
         [sys.executable, "-m", "megatron_opd", "run", str(config), "--auto-resume"],

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from megatron_opd.checkpoint.run_lock import LOCK
 from megatron_opd.wire.keys import KEYS_FILE
-from tests.e2e.conftest import Sections
+from tests.e2e.conftest import Sections, imports_of, report_imports
 from tests.e2e.runs import (
     BATCH,
     STALENESS,
@@ -31,17 +31,20 @@ from tests.e2e.runs import (
 from tests.e2e.weight_sync import differing, give, load_tensors
 from tests.support.figures import bounded
 from tests.support.paths import ROOT
+from tests.support.preloaded import Program
 from tests.support.secrets import all_arguments, found_in, secrets_in
 from tests.support.sockets import listening
 
 pytestmark = pytest.mark.e2e
 
 MISMATCH = "opd run: max |p_learner - p_sampler|"
+GUARDED = {"guard": "refuse"}
+NEVER_IN_A_RANK = ("wandb", "tensorboard", "sglang", "transformers", "ray", "pytest")
 SYNC = {"overlap": True, "staging": True, "same_host": "auto"}
 
 
 def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Callable[..., Running]):
-    running = start(write_config(inputs, tmp_path, weight_sync=SYNC))
+    running = start(write_config(inputs, tmp_path, weight_sync=SYNC, scoring=GUARDED))
     running.wait_until(running.has_updated)
     doors = listening(running.process.pid)
     secrets, arguments = secrets_in(running.run_dir / KEYS_FILE), all_arguments(running.process.pid)
@@ -133,6 +136,7 @@ def test_two_teachers_choose_the_ids(
         teachers={"twin": {**twin, "context_length": 256}},
         support={"type": "teacher_topk", "k": 8},
         objective={"type": "forward_kl"},
+        scoring=GUARDED,
         **shared,
     )
     running = start(config)
@@ -163,7 +167,7 @@ def test_a_teacher_that_answers_nonsense_is_refused(
     short = {"run": {"max_steps": 2}, "evaluation": {"problems": 0}, **shared}
     asyncio.run(give(url, tensors | {"lm_head.weight": nothing}))
     try:
-        config = write_config(inputs, tmp_path, **short)
+        config = write_config(inputs, tmp_path, scoring=GUARDED, **short)
         refused = start(config).finish(START_TIMEOUT_S)
         more = {"scoring": {"guard": "warn"}, "learner": {"parallel": parallel}}
         overridden = write_config(inputs, tmp_path, **more, **short)
@@ -240,6 +244,7 @@ def test_several_updates_come_before_a_weight_sync(
     tmp_path: Path,
     shared: Sections,
     start: Callable[..., Running],
+    monkeypatch: pytest.MonkeyPatch,
 ):
     config = write_config(
         inputs,
@@ -250,8 +255,13 @@ def test_several_updates_come_before_a_weight_sync(
         evaluation={"problems": 0},
         **shared,
     )
+    report_imports(monkeypatch, tmp_path)
     running = start(config)
     running.wait_until(running.has_updated)
+    (learner,) = running.ranks()
+    imported = imports_of({learner}, tmp_path)[str(learner)]
+    assert "megatron.core" in imported
+    assert {name.partition(".")[0] for name in imported}.isdisjoint(NEVER_IN_A_RANK)
     done = running.finish(START_TIMEOUT_S)
     assert done.code == 0, done.output
     summary, rows = done.summary, done.rows
@@ -355,8 +365,9 @@ def test_eval_of_checkpoints(inputs: Path, tmp_path: Path):
     config, out = write_config(inputs, tmp_path), tmp_path / "evaluated.json"
     command = [sys.executable, "-m", "megatron_opd", "eval", str(config), "--out", str(out)]
     command += ["--checkpoints", str(inputs / "student")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=START_TIMEOUT_S)
-    assert done.returncode == 0, done.stderr
+    done = Program(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    said = done.communicate(timeout=START_TIMEOUT_S)[0]
+    assert done.returncode == 0, said
     (row,) = json.loads(out.read_text())["rows"]
     assert (row["checkpoint"], row["updates"]) == (str((inputs / "student").resolve()), None)
     assert (row["set"], row["problems"], row["samples"]) == ("heldout", 2, 2)

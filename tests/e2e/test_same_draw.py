@@ -5,14 +5,13 @@ import asyncio
 import numpy as np
 import pytest
 
-from megatron_opd.config.sections import RolloutConfig
-from megatron_opd.config.supports import McSupport
 from megatron_opd.rollout.generator import RolloutGenerator
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import RolloutRequest
 from sglang_bridge.retry import Backoff
 from sglang_bridge.server.launch import ServerProcess
 from tests.support.breaking_proxy import BreakingProxy
+from tests.support.config_files import minimal
 from tests.support.fakes import make_prompt
 from tests.support.models import VOCAB_SIZE
 
@@ -68,10 +67,10 @@ def sampled(url: str, *, seeded: bool = True) -> tuple[list[list[int]], int]:
     async def run() -> tuple[list[list[int]], int]:
         async with ServerClient(url, timeout_s=120) as client:
             await client.info()
-            config = RolloutConfig(max_new_tokens=TOKENS, seeded=seeded)
-            generator = RolloutGenerator(
-                client, config, McSupport(m=4), VOCAB_SIZE, f"{NAMES.integers(2**62)}", STOPS
-            )
+            rollout = {"max_new_tokens": TOKENS, "seeded": seeded}
+            config = minimal(rollout=rollout, support={"type": "mc", "m": 4})
+            name = f"{NAMES.integers(2**62)}"
+            generator = RolloutGenerator(config, client, VOCAB_SIZE, name, STOPS)
             generator._backoff = Backoff(1000, 0.0)
             rollouts = await asyncio.gather(
                 *(generator.generate(make_prompt(uid)) for uid in range(PROMPTS))

@@ -21,6 +21,7 @@ import pytest
 from sglang_bridge.ports import free_port
 from tests.e2e.conftest import Sections
 from tests.e2e.runs import BATCH, Finished, Running, write_config
+from tests.support.preloaded import Program
 
 pytestmark = pytest.mark.e2e
 
@@ -42,7 +43,7 @@ class Sites:
     def begin(self, name: str) -> None:
         number = len(list(self.logs.glob(f"{name}-*.log")))
         with (self.logs / f"{name}-{number}.log").open("wb") as log:
-            self.processes[name] = subprocess.Popen(
+            self.processes[name] = Program(
                 [sys.executable, "-m", "megatron_opd", "site", name, str(self.config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -95,15 +96,10 @@ def trained(rows: list[dict[str, Any]], site: str) -> list[dict[str, Any]]:
     return [row for row in rows if row["version"] is not None and row["engine"] == site]
 
 
-def test_two_sites_one_killed_and_back_one_stopped_and_on_again_and_then_the_learner_killed(
-    inputs: Path,
-    tmp_path: Path,
-    shared: Sections,
-    start: Callable[..., Running],
-    sites: Sites,
-):
+def config_of(inputs: Path, tmp_path: Path, shared: Sections) -> Path:
+    """A run with two sites, whose samples come late."""
     (tmp_path / "weights").mkdir()
-    config = write_config(
+    return write_config(
         inputs,
         tmp_path,
         run={"max_steps": UPDATES},
@@ -129,7 +125,16 @@ def test_two_sites_one_killed_and_back_one_stopped_and_on_again_and_then_the_lea
             "sample_delays": {"type": "constant", "low_s": 60 * DELAY_S, "time_scale": 1 / 60},
         },
     )
-    running = start(config)
+
+
+def test_two_sites_one_killed_and_back_one_stopped_and_on_again_and_then_the_learner_killed(
+    inputs: Path,
+    tmp_path: Path,
+    shared: Sections,
+    start: Callable[..., Running],
+    sites: Sites,
+):
+    running = start(config_of(inputs, tmp_path, shared))
     sites.begin("near")
     sites.begin("far")
 

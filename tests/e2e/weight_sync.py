@@ -12,7 +12,7 @@ from torch import distributed
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.weight_sync.plan import Room, ServerLayout, SyncPlan, plan_sync
+from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, SyncSettings, plan_sync
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.ports import free_port
@@ -107,7 +107,7 @@ async def sync_weights(
 
 def plan_for(model: Path, server: ServerLayout, staged: float) -> SyncPlan:
     """What rank 0 of a group sends to a server's ranks; staged: bytes that each may stage."""
-    room = Room("float32", None, 10_000, staged)
+    room = SyncSettings("float32", None, 10_000, staged)
     return plan_sync(read_model_spec(model), ParallelConfig(), {}, [server], room)
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_opd.config.learner import LearnerConfig
-from megatron_opd.learner.determinism import deterministic
 from megatron_opd.learner.learner import MegatronLearner
 from megatron_opd.learner.memory import UpdateMemory
+from megatron_opd.learner.serve import deterministic
 from tests.dist.caches import make_batch
 from tests.dist.state_jobs import digest, train, weights
 from tests.support.models import VOCAB_SIZE

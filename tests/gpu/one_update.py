@@ -1,6 +1,6 @@
 """`python -m tests.gpu.one_update OUT MODEL DTYPE local|installed`: tests/dist/precision_jobs.py.
 
-A process of its own: whether CUDA is visible is settled when torch first asks.
+A process of its own: whether CUDA is visible is decided when torch first asks.
 """
 
 import sys

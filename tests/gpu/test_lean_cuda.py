@@ -5,6 +5,7 @@ import torch
 
 from megatron_opd.losses.fused import can_fuse
 from megatron_opd.losses.lean import lean_logp
+from megatron_opd.losses.passes import HeadSlice
 from tests.support.figures import bounded
 
 pytestmark = [
@@ -34,7 +35,7 @@ def outcome(
     if main_grad:
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)  # type: ignore[attr-defined]
     ids = row_N.to(device), id_N.to(device)
-    found = lean_logp(hidden_TH, weight, *ids, temperature=0.7, block=block)
+    found = lean_logp(hidden_TH, HeadSlice(weight), *ids, temperature=0.7, block=block)
     flat = torch.cat([found.logp_N, found.log_normaliser_T, found.entropy_T])
     flat.backward(grads.to(flat))
     gradient = weight.main_grad if main_grad else weight.grad  # type: ignore[attr-defined]
@@ -68,7 +69,7 @@ def test_nothing_of_the_size_of_the_logits_is_held(block: tuple[int, int] | None
     row_N = torch.arange(rows, device="cuda")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    lean_logp(hidden_TH, weight, row_N, row_N, block=block).logp_N.sum().backward()
+    lean_logp(hidden_TH, HeadSlice(weight), row_N, row_N, block=block).logp_N.sum().backward()
     extra = torch.cuda.max_memory_allocated() - before
     bounded("lean on CUDA: extra bytes / bytes of float32 logits", extra / (4 * rows * ids), share)
 

@@ -18,7 +18,7 @@ from megatron_opd.rollout.score_requests import TeacherAsk
 from megatron_opd.wire.keys import RankKeys
 from sglang_bridge.client import ServerClient
 from sglang_bridge.protocol import RolloutRequest
-from tests.support.fakes import make_prompt, make_sample
+from tests.support.fakes import held_rollout, make_prompt, make_sample
 from tests.support.wire import KEYS, connect
 
 SAMPLE = make_sample(0, version=3)
@@ -44,7 +44,7 @@ def reply_to(order: w.Order) -> w.Answer | None:
         case w.ScoreCall():
             return w.ScoredCall(order.call, 8, SIZE, SHAPE)
         case w.Fetch():
-            return w.WholeCall(order.call, encode_member(place(SAMPLE)))
+            return w.Fetched(order.call, encode_member(place(SAMPLE)))
         case _:
             return None
 
@@ -52,13 +52,7 @@ def reply_to(order: w.Order) -> w.Answer | None:
 def held(uid: int) -> HeldSample:
     """A sample that a worker holds, and no teacher has scored."""
     whole = make_sample(uid).rollout
-    return HeldSample(
-        HeldRollout(
-            *(whole.prompt, "data worker 0", f"k-{uid}", 4, 8, CacheSize(6, 100), -0.5),
-            *(whole.spans, "stop", 0.0, 1.0),
-        ),
-        None,
-    )
+    return HeldSample(held_rollout(whole, f"k-{uid}", CacheSize(6, 100)), None)
 
 
 class Peer:
@@ -72,7 +66,7 @@ class Peer:
         address: str | None = None,
     ) -> None:
         self.context = zmq.asyncio.Context()
-        self.socket = connect(self.context, pool.links.address, keys)
+        self.socket = connect(self.context, pool.connections.address, keys)
         self.index, self.address = index, address or f"tcp://worker:{index + 1}"
         self.answer: Callable[[w.Order], w.Answer | None] = reply_to
         self.orders: list[w.Order] = []
@@ -109,7 +103,7 @@ def drive(body: Body, count: int = 2, again: Callable[[int], bool] | None = None
 
     async def main() -> None:
         pool = WorkerPool(count, "127.0.0.1", KEYS, 1 << 20, again)
-        pool.links.open()
+        pool.connections.open()
         peers = [Peer(pool, index) for index in range(count)]
         try:
             async with asyncio.timeout(60):
@@ -118,7 +112,7 @@ def drive(body: Body, count: int = 2, again: Callable[[int], bool] | None = None
         finally:
             for peer in peers:
                 peer.end()
-            pool.links.close()
+            pool.connections.close()
 
     asyncio.run(main())
 
@@ -148,5 +142,5 @@ async def all_lost(pool: WorkerPool) -> set[int]:
 
 async def refused(pool: WorkerPool, count: int) -> None:
     """Wait until so many messages and connections were refused."""
-    while pool.links.refusals.count < count:  # noqa: ASYNC110  a count has no event
+    while pool.connections.refusals.count < count:  # noqa: ASYNC110  a count has no event
         await asyncio.sleep(0.01)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,16 @@ LLAMA3 = {"<|end_of_text|>": 128001, "<|eom_id|>": 128008, "<|eot_id|>": 128009}
 LLAMA3_FIRST = {"<|end_of_text|>": 128001, "<|eot_id|>": 128009}
 QWEN = {"<|endoftext|>": 151643, "<|im_start|>": 151644, "<|im_end|>": 151645}
 SENTENCES = {"<s>": 1, "</s>": 2}
+GEMMA3_PARTS = "Gemma3ForConditionalGeneration"
 GEMMA = {"<pad>": 0, "<eos>": 1, "<end_of_turn>": 106}
+PHI3 = {"<|endoftext|>": 32000, "<|assistant|>": 32001, "<|end|>": 32007}
+PHI4_MINI = {"<|endoftext|>": 199999, "<|end|>": 200020}
+CHATML = {"<|endoftext|>": 100257, "<|im_end|>": 100265}
+SMOLLM3 = {"<|end_of_text|>": 128001, "<|eom_id|>": 128008, "<|im_end|>": 128012}
+COHERE = {"<BOS_TOKEN>": 5, "<|END_OF_TURN_TOKEN|>": 255001}
+GPT_OSS_ENDS = [200002, 199999, 200012]
+GPT_OSS = {"<|endoftext|>": 199999, "<|return|>": 200002, "<|call|>": 200012}
+GLM_ENDS = [151329, 151336, 151338]
 GLM = {"<|endoftext|>": 151329, "<|user|>": 151336, "<|observation|>": 151338}
 R1 = "<\uff5cend\u2581of\u2581sentence\uff5c>"
 
@@ -68,6 +77,11 @@ def _qwen(version: str, config: Any, generation: Any, eos: str, tokens: Any = QW
     kind = {"2": "Qwen2", "3": "Qwen3", "3_moe": "Qwen3Moe"}[version]
     name = f"qwen{version}", f"{kind}ForCausalLM"
     return Published(*name, 151936, config, generation, eos, tokens)
+
+
+def _phi(vocab: int, config: Any, generation: Any, eos: str, tokens: Mapping[str, int]) -> Any:
+    found = Published("phi3", "Phi3ForCausalLM", vocab, config, generation, eos, tokens)
+    return replace(found, more={"pad_token_id": tokens["<|endoftext|>"]})
 
 
 PUBLISHED: dict[str, Published] = {
@@ -107,25 +121,12 @@ PUBLISHED: dict[str, Published] = {
     "Gemma-3-1b-it": Published(
         "gemma3_text", "Gemma3ForCausalLM", 262144, [1, 106], [1, 106], "<eos>", GEMMA
     ),
-    "Gemma-3-parts": Published(
-        *("gemma3", "Gemma3ForConditionalGeneration", 262208, [1, 106], ABSENT, "<eos>", GEMMA),
-        parts=True,
+    "Gemma-3-parts": replace(
+        Published("gemma3", GEMMA3_PARTS, 262208, [1, 106], ABSENT, "<eos>", GEMMA), parts=True
     ),
-    "Phi-3-mini": Published(
-        *("phi3", "Phi3ForCausalLM", 32064, 32000, [32000, 32001, 32007], "<|endoftext|>"),
-        {"<|endoftext|>": 32000, "<|assistant|>": 32001, "<|end|>": 32007},
-        more={"pad_token_id": 32000},
-    ),
-    "Phi-4": Published(
-        *("phi3", "Phi3ForCausalLM", 100352, 100265, 100265, "<|im_end|>"),
-        {"<|endoftext|>": 100257, "<|im_end|>": 100265},
-        more={"pad_token_id": 100257},
-    ),
-    "Phi-4-mini": Published(
-        *("phi3", "Phi3ForCausalLM", 200064, 199999, [200020, 199999], "<|endoftext|>"),
-        {"<|endoftext|>": 199999, "<|end|>": 200020},
-        more={"pad_token_id": 199999},
-    ),
+    "Phi-3-mini": _phi(32064, 32000, [32000, 32001, 32007], "<|endoftext|>", PHI3),
+    "Phi-4": _phi(100352, 100265, 100265, "<|im_end|>", CHATML),
+    "Phi-4-mini": _phi(200064, 199999, [200020, 199999], "<|endoftext|>", PHI4_MINI),
     "DeepSeek-V2-Chat": Published(
         "deepseek_v2", "DeepseekV2ForCausalLM", 102400, 100001, 100001, R1, {R1: 100001}
     ),
@@ -133,17 +134,15 @@ PUBLISHED: dict[str, Published] = {
         "deepseek_v3", "DeepseekV3ForCausalLM", 129280, 1, 1, R1, {"<bos>": 0, R1: 1}
     ),
     "OLMo": Published(
-        *("olmo", "OlmoForCausalLM", 50304, 50279, 50279, "<|endoftext|>"), {"<|endoftext|>": 50279}
+        "olmo", "OlmoForCausalLM", 50304, 50279, 50279, "<|endoftext|>", {"<|endoftext|>": 50279}
     ),
     "OLMo-2-Instruct": Published(
-        *("olmo2", "Olmo2ForCausalLM", 100352, 100257, 100257, "<|endoftext|>"),
-        {"<|endoftext|>": 100257, "<|im_end|>": 100265},
+        "olmo2", "Olmo2ForCausalLM", 100352, 100257, 100257, "<|endoftext|>", CHATML
     ),
     "SmolLM2": _llama(49152, 0, 0, "<|endoftext|>", {"<|endoftext|>": 0, "<|im_end|>": 2}),
     "SmolLM2-Instruct": _llama(49152, 2, 2, "<|im_end|>", {"<|endoftext|>": 0, "<|im_end|>": 2}),
     "SmolLM3": Published(
-        *("smollm3", "SmolLM3ForCausalLM", 128256, 128012, 128012, "<|im_end|>"),
-        {"<|end_of_text|>": 128001, "<|eom_id|>": 128008, "<|im_end|>": 128012},
+        "smollm3", "SmolLM3ForCausalLM", 128256, 128012, 128012, "<|im_end|>", SMOLLM3
     ),
     "Granite-3": Published(
         "granite", "GraniteForCausalLM", 49155, 0, 0, "<|end_of_text|>", {"<|end_of_text|>": 0}
@@ -151,28 +150,23 @@ PUBLISHED: dict[str, Published] = {
     "Yi-Chat": _llama(64000, 2, 7, "<|im_end|>", {"<|endoftext|>": 2, "<|im_end|>": 7}),
     "InternLM-Chat": _llama(92544, 2, [2, 92542], "</s>", {**SENTENCES, "<|im_end|>": 92542}),
     "GLM-4-Chat": Published(
-        *("glm", "GlmForCausalLM", 151552, [151329, 151336, 151338], [151329, 151336, 151338]),
-        *("<|endoftext|>", GLM),
+        "glm", "GlmForCausalLM", 151552, GLM_ENDS, GLM_ENDS, "<|endoftext|>", GLM
     ),
     "GLM-4-0414": Published(
-        *("glm4", "Glm4ForCausalLM", 151552, [151329, 151336, 151338], ABSENT),
-        *("<|endoftext|>", GLM),
+        "glm4", "Glm4ForCausalLM", 151552, GLM_ENDS, ABSENT, "<|endoftext|>", GLM
     ),
     "Command-R": Published(
-        *("cohere", "CohereForCausalLM", 256000, 255001, 255001, "<|END_OF_TURN_TOKEN|>"),
-        {"<BOS_TOKEN>": 5, "<|END_OF_TURN_TOKEN|>": 255001},
+        "cohere", "CohereForCausalLM", 256000, 255001, 255001, "<|END_OF_TURN_TOKEN|>", COHERE
     ),
     "Falcon": Published(
-        *("falcon", "FalconForCausalLM", 65024, 11, 11, "<|endoftext|>"), {"<|endoftext|>": 11}
+        "falcon", "FalconForCausalLM", 65024, 11, 11, "<|endoftext|>", {"<|endoftext|>": 11}
     ),
     "Falcon3-Instruct": _llama(131072, 11, 11, "<|endoftext|>", {"<|endoftext|>": 11}),
     "StableLM-2-Chat": Published(
-        *("stablelm", "StableLmForCausalLM", 100352, 100257, 100257, "<|endoftext|>"),
-        {"<|endoftext|>": 100257, "<|im_end|>": 100265},
+        "stablelm", "StableLmForCausalLM", 100352, 100257, 100257, "<|endoftext|>", CHATML
     ),
     "GPT-OSS": Published(
-        *("gpt_oss", "GptOssForCausalLM", 201088, 200002, [200002, 199999, 200012], "<|return|>"),
-        {"<|endoftext|>": 199999, "<|return|>": 200002, "<|call|>": 200012},
+        "gpt_oss", "GptOssForCausalLM", 201088, 200002, GPT_OSS_ENDS, "<|return|>", GPT_OSS
     ),
     "K2-Horizon": _llama(
         64000, 1, ABSENT, "<|endoftext|>", {"<|endoftext|>": 1, "<|ifm|im_end|>": 9}

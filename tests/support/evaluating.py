@@ -13,9 +13,9 @@ from megatron_opd.data.judge import Judge
 from megatron_opd.data.response_text import ResponseText
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.data.verifying import TaskVerifiers
-from megatron_opd.evaluation.evaluations import Evaluations
+from megatron_opd.evaluation.evaluations import Evaluations, Surroundings
 from megatron_opd.evaluation.measure import Completion, EvaluationPlan
-from megatron_opd.evaluation.ports import EvaluatedSet, Surroundings
+from megatron_opd.evaluation.sets import EvaluatedSet
 from megatron_opd.records.types import Prompt
 
 TOKENIZER = build_tokenizer()
@@ -109,5 +109,5 @@ class World:
             await asyncio.sleep(update_s)
             self.updates += 1
             found.live(self.updates)
-            if found.waits:  # as cli.evaluations.EvaluatingKeeper does
+            if found.waits:  # as run.evaluations.EvaluatingKeeper does
                 await found.waited_for(self.updates)

@@ -10,7 +10,16 @@ from typing import Any
 import numpy as np
 
 from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
-from megatron_opd.records.types import Batch, LearnerTurn, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.sample_figures import CacheSize
+from megatron_opd.records.types import (
+    Batch,
+    HeldRollout,
+    LearnerTurn,
+    Prompt,
+    Rollout,
+    Sample,
+    VersionSpan,
+)
 from sglang_bridge.protocol import DrawCache
 
 
@@ -42,6 +51,24 @@ def make_rollout(
 def make_sample(uid: int, version: int = 0, num_tokens: int = 4) -> Sample:
     rollout = make_rollout(make_prompt(uid), (VersionSpan(version, 0, num_tokens),))
     return Sample(rollout, np.full(rollout.draws.num_ids, -0.7, np.float32))
+
+
+def held_rollout(rollout: Rollout, key: str, cache: CacheSize) -> HeldRollout:
+    """What stands for a rollout whose arrays a data worker holds."""
+    return HeldRollout(
+        prompt=rollout.prompt,
+        worker="data worker 0",
+        key=key,
+        num_response_tokens=rollout.num_response_tokens,
+        num_ids=rollout.num_ids,
+        cache=cache,
+        geometric_logp=rollout.geometric_logp,
+        spans=rollout.spans,
+        finish_reason=rollout.finish_reason,
+        started_s=rollout.started_s,
+        finished_s=rollout.finished_s,
+        engine=rollout.engine,
+    )
 
 
 def prompts(count: int | None = None) -> Iterator[Prompt]:
@@ -164,11 +191,11 @@ class SameServers:
     """What a fleet says to whose servers nothing happens."""
 
     epoch = 0
-    is_stranded = False
+    none_serves = False
 
     async def let_in(self) -> None: ...
 
-    async def stranded(self) -> None:
+    async def until_none_serves(self) -> None:
         await asyncio.Event().wait()
 
 
@@ -193,7 +220,7 @@ class WeightSyncer:
         phases = (Phase("pause", started_s, started_s), Phase("send", started_s, clock()))
         return WeightSyncReport(version, phases, 1000, started_s, clock())
 
-    async def stranded(self) -> None:
+    async def until_none_serves(self) -> None:
         await asyncio.Event().wait()
 
     async def make_room(self) -> None:

@@ -24,6 +24,7 @@ from megatron_opd.losses.blocks import BlockPlan
 from megatron_opd.losses.eager import EagerPasses
 from megatron_opd.losses.fused import KernelShape, fused_passes
 from megatron_opd.losses.lean import LogProbs, lean_logp
+from megatron_opd.losses.passes import HeadSlice
 from tests.support.lean_cases import Case, case, dense, exactly, outcome
 
 SMALL = KernelShape(rows=16, ids=16, depth=16, group=2, tiles_a_part=3, widen=True)
@@ -44,36 +45,28 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def fused(
     hidden_TH: torch.Tensor,
-    weight_vH: torch.Tensor,
+    head: HeadSlice,
     row_N: torch.Tensor,
     id_N: torch.Tensor,
     *,
     how: KernelShape = SMALL,
-    group: Any = None,
-    vocab_size: int | None = None,
     **options: Any,
 ) -> LogProbs:
     """The operation by the kernels."""
-    shape = len(hidden_TH), len(weight_vH)
-    passes = fused_passes(shape, row_N, id_N, group, vocab_size, how, kernels)
-    return lean_logp(hidden_TH, weight_vH, row_N, id_N, group=group, passes=passes, **options)
+    passes = fused_passes(len(hidden_TH), head, row_N, id_N, how, kernels)
+    return lean_logp(hidden_TH, head, row_N, id_N, passes=passes, **options)
 
 
 def blockwise(
     hidden_TH: torch.Tensor,
-    weight_vH: torch.Tensor,
+    head: HeadSlice,
     row_N: torch.Tensor,
     id_N: torch.Tensor,
-    *,
-    group: Any = None,
-    vocab_size: int | None = None,
     **options: Any,
 ) -> LogProbs:
     """The operation by torch's operations, as on CUDA: x's gradient in the operands' type."""
-    shape = len(hidden_TH), len(weight_vH)
-    plan = BlockPlan.of(shape, BLOCK, row_N, id_N, group, vocab_size)
-    passes = EagerPasses(plan, len(id_N))
-    return lean_logp(hidden_TH, weight_vH, row_N, id_N, group=group, passes=passes, **options)
+    passes = EagerPasses(BlockPlan.of(len(hidden_TH), head, BLOCK, row_N, id_N), len(id_N))
+    return lean_logp(hidden_TH, head, row_N, id_N, passes=passes, **options)
 
 
 def errors(name: str, given: Case, reference: Case, **options: Any) -> Iterator[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.selection import KeepOverlong
 from megatron_opd.records.types import Prompt, Sample, VersionSpan
-from megatron_opd.rollout.overlong import Length
 from megatron_opd.sites.checking import SampleRules
+from megatron_opd.sites.handshake import ExpectedSite
 from megatron_opd.sites.hub import Hub
 from megatron_opd.sites.messages import (
     PROTOCOL,
@@ -30,16 +32,17 @@ from megatron_opd.sites.messages import (
     decode_to_site,
     encode,
 )
-from megatron_opd.sites.settings import ExpectedSite, HubSettings, IntakeSettings
+from megatron_opd.sites.settings import DispatchSettings, HubSettings
 from megatron_opd.transport.samples import encode_sample
 from megatron_opd.wire.link.counts import LinkCounts, LinkTally
 from megatron_opd.wire.link.events import Broken, Event, Mended, Received, Restarted
 from megatron_opd.wire.link.wire import URGENT
 from sglang_bridge.arrays import unpack
+from tests.support.delays import Delays
 from tests.support.fakes import make_prompt, make_rollout
 
 VOCAB_SIZE = 16
-RULES = SampleRules(Estimator(), VOCAB_SIZE, 8, lambda rollout: Length())
+RULES = SampleRules(Estimator(), VOCAB_SIZE, 8, KeepOverlong())
 EXPECTED = ExpectedSite({"a": "b"}, 1, 2, 9, (1, 7), 30.0)
 NO_COUNTS = LinkCounts(True, None, None, 0.0, 0, **dataclasses.asdict(LinkTally()))
 OFFER = Offer(1, "v", None, [FileSize("f", 1, b"")])
@@ -90,6 +93,7 @@ class FakeVersions:
     def __init__(self, send: Callable[..., Any]) -> None:
         self.send, self.newest = send, None
         self.here: list[str] = []
+        self.num_bytes = Counter[str]()
         self.wanted: list[Want] = []
 
     async def joined(self, site: str) -> None:
@@ -120,22 +124,22 @@ class Sites:
         own = {"lost_after_s": 0.0, "quarantine_after": 3}
         kept = {key: settings.pop(key, value) for key, value in own.items()}
         scores = settings.pop("scores", True)
-        scorer, hold = settings.pop("scorer", None), settings.pop("hold", None)
-        taking = {"group_size": 1, "max_delay_s": 100.0, "bound": 4} | settings
+        scorer, delays = settings.pop("scorer", None), settings.pop("delays", Delays())
+        dispatch = {"group_size": 1, "max_delay_s": 100.0, "bound": 4} | settings
         self.settings = HubSettings(dict.fromkeys(names, slots), 10, "run", **kept)
-        self.taking = IntakeSettings(dict.fromkeys(names, scores), **taking)
+        self.dispatch = DispatchSettings(dict.fromkeys(names, scores), **dispatch)
         self.processes = 0
         self.hub = Hub(
             self.settings,
-            self.taking,
+            self.dispatch,
             EXPECTED,
             RULES,
             self.links,
+            dict.fromkeys(names, delays),
             scorer,
             self.said.append,
-            hold,
         )
-        self.intake = self.hub.intake
+        self.dispatcher = self.hub.dispatcher
         self.versions = self.hub.versions = FakeVersions(self.hub.send)
         self.scores = scores
         self.serving = asyncio.create_task(self.hub.serve())
@@ -157,7 +161,7 @@ class Sites:
     async def ask(self, *uids: int) -> None:
         """Ask for prompts, as the controller does."""
         for uid in uids:
-            self.tasks[uid] = asyncio.create_task(self.intake.generate(make_prompt(uid)))
+            self.tasks[uid] = asyncio.create_task(self.dispatcher.generate(make_prompt(uid)))
         await self.turns()
 
     def got(self, uid: int) -> Any:
@@ -189,11 +193,11 @@ class Sites:
         await self.say(name, replace_record(hello, **changes))
 
     async def start_over(self, **state: Any) -> None:
-        """Go on from a checkpoint, with another learner. state: see IntakeSettings."""
+        """Go on from a checkpoint, with another learner. state: see DispatchSettings."""
         await self.versions.start_over()
         settings = replace(self.settings, run="run after a loss")
-        self.hub.start_over(settings, replace(self.taking, **state), None)
-        self.intake = self.hub.intake
+        self.hub.start_over(settings, replace(self.dispatch, **state), None)
+        self.dispatcher = self.hub.dispatcher
         await self.turns()
 
     async def breaks(self, site: str) -> None:

@@ -15,7 +15,7 @@ from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data.epochs import Stretch
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.evaluation.progress import EvaluationProgress
-from megatron_opd.inputs.prompt_order import KeptData, Shape, data_now
+from megatron_opd.inputs.kept_data import KeptData, Shape, data_now
 from megatron_opd.run.checkpoints import Checkpoints
 
 BEGUN = RunTemplate()
@@ -83,13 +83,12 @@ def save_some(
     at_end: int | None = None,
     evaluations: Any = None,
     template: RunTemplate = BEGUN,
-    data: Any = None,
 ) -> Checkpoints:
     """Checkpoints after each of `updates`, as a run would make them.
 
     since: updates of the checkpoint that it was continued from. at_end: those after which it ends
     early. evaluations: which checkpoints they want. template: what it renders chats
-    with. data: what it knows of data.train; None: as if every file had one prompt.
+    with. It knows of data.train as if every file had one prompt.
     """
     dirs = StepDirs(config.run.dir / "checkpoints")
     config.run.dir.mkdir(exist_ok=True)
@@ -101,7 +100,7 @@ def save_some(
     kept = Checkpoints(*parts, evaluations=evaluations)
 
     async def main() -> None:
-        extras["data"] = data if data is not None else kept_data(config)
+        extras["data"] = kept_data(config)
         for done in updates:
             if kept.due(done):
                 await kept.after_update(done, lambda done=done: at(done))

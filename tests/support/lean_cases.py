@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 
 from megatron_opd.losses.lean import LogProbs
+from megatron_opd.losses.passes import HeadSlice
 
 Operation = Callable[..., LogProbs]
 
@@ -42,21 +43,29 @@ def exactly(given_case: Case) -> Case:
 
 def dense(
     hidden_TH: torch.Tensor,
-    weight_vH: torch.Tensor,
+    head: HeadSlice,
     row_N: torch.Tensor,
     id_N: torch.Tensor,
     temperature: float = 1.0,
 ) -> LogProbs:
-    logits_TV = hidden_TH @ weight_vH.T / temperature
+    logits_TV = hidden_TH @ head.weight_vH.T / temperature
     logp_TV = torch.log_softmax(logits_TV, 1)
     entropy_T = -(logp_TV.exp() * logp_TV).sum(1)
     return LogProbs(logp_TV[row_N, id_N], torch.logsumexp(logits_TV, 1), entropy_T)
 
 
-def outcome(operation: Operation, given_case: Case, **options: Any) -> dict[str, torch.Tensor]:
+def outcome(
+    operation: Operation,
+    given_case: Case,
+    *,
+    group: Any = None,
+    vocab_size: int | None = None,
+    **options: Any,
+) -> dict[str, torch.Tensor]:
     """Results and gradients of both inputs, in float64."""
     hidden_TH, weight_vH = (t.detach().clone().requires_grad_() for t in given_case[:2])
-    found = operation(hidden_TH, weight_vH, given_case.row_N, given_case.id_N, **options)
+    head = HeadSlice(weight_vH, group, vocab_size)
+    found = operation(hidden_TH, head, given_case.row_N, given_case.id_N, **options)
     results = (found.logp_N, found.log_normaliser_T, found.entropy_T)
     torch.autograd.backward(results, [g.to(results[0].dtype) for g in given_case.grads])
     names = ("logp_N", "log_normaliser_T", "entropy_T", "grad_hidden", "grad_weight")

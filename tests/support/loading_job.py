@@ -10,7 +10,7 @@ import os
 import sys
 from typing import Any
 
-from sglang_bridge.server.__main__ import arguments_for_device, offer_standins
+from sglang_bridge.server.entry import arguments_for_device, offer_standins
 
 
 class Heard(logging.Handler):

@@ -21,7 +21,7 @@ from megatron_opd.records.types import (
     Rollout,
     Sample,
 )
-from tests.support.fakes import Figures, Fleet, Learner
+from tests.support.fakes import Figures, Fleet, Learner, held_rollout
 
 SHAPE = ScoreShape(4, -0.7, 0.0, 0)
 
@@ -56,19 +56,7 @@ class LossyStore:
         key = f"{uid}-{self.numbers[uid]}"
         self.held[uid] = key, rollout
         self.stages[uid] = "waiting for its scores"
-        return HeldRollout(
-            prompt=rollout.prompt,
-            worker="data worker 0",
-            key=key,
-            num_response_tokens=rollout.num_response_tokens,
-            num_ids=rollout.num_ids,
-            cache=CacheSize(rollout.num_ids, 100),
-            geometric_logp=rollout.geometric_logp,
-            spans=rollout.spans,
-            finish_reason=rollout.finish_reason,
-            started_s=rollout.started_s,
-            finished_s=rollout.finished_s,
-        )
+        return held_rollout(rollout, key, CacheSize(rollout.num_ids, 100))
 
     def must_hold(self, found: AnyRollout | AnySample) -> Rollout | Sample:
         """Return the arrays; SamplesLost."""

@@ -142,7 +142,8 @@ def update(
         for layer in range(LAYERS):
             routing.experts(layer, own_mk)
         loss, totals = distil_loss(
-            *(hidden, micro),
+            hidden,
+            micro,
             head=head,
             estimator=est,
             temperature=1.0,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.families import FAMILIES
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.weight_sync.plan import Room, ServerLayout
+from megatron_opd.weight_sync.plan import ServerLayout, SyncSettings
 from tests.support.published import spec_of
 
 
@@ -19,7 +19,7 @@ class Case:
     spec: ModelSpec
     parallel: ParallelConfig
     servers: tuple[ServerLayout, ...]
-    room: Room
+    settings: SyncSettings
 
 
 def random_spec(rng: random.Random) -> ModelSpec:
@@ -80,5 +80,5 @@ def random_case(seed: int) -> Case:
     limit = rng.choice([20, 100, 400, 10**6])
     staged = rng.choice([0, 0, 1000, 6000, float("inf")])
     format = rng.choice([None, "int8", "fp8"])
-    room = Room("bfloat16", format, limit, staged, relays=rng.random() < 0.5)
-    return Case(spec, random_learner(rng, spec), servers, room)
+    settings = SyncSettings("bfloat16", format, limit, staged, relays=rng.random() < 0.5)
+    return Case(spec, random_learner(rng, spec), servers, settings)

@@ -23,12 +23,15 @@ from megatron_opd.checkpoint.run_lock import RunLock
 from megatron_opd.config.roles import run_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET
+from megatron_opd.errors import LearnerError
 from megatron_opd.evaluation.progress import EvaluationProgress
 from megatron_opd.fleet import clients
 from megatron_opd.inputs import teachers as teacher_guard
-from megatron_opd.inputs.prepare import Prepared, prepare
-from megatron_opd.inputs.prompt_order import Begun, KeptData, Shape
+from megatron_opd.inputs.kept_data import Begun, KeptData, Shape
+from megatron_opd.inputs.prepare import prepare
+from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.inputs.second_pass import SecondPass
+from megatron_opd.metrics import summary as figures
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
@@ -37,7 +40,7 @@ from megatron_opd.run.resume import Resumption
 from megatron_opd.run.stages import Ready
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.transport.messages import LearnerInfo
-from megatron_opd.transport.remote_learner import Admission, LearnerError
+from megatron_opd.transport.remote_learner import Admission
 from megatron_opd.wire.keys import RunKeys
 from sglang_bridge.claims import Claim
 from sglang_bridge.errors import ServerUnreachable
@@ -113,7 +116,7 @@ class Script:
 
 
 class Machines:
-    """Where the script's processes are; cli.machines.Machines."""
+    """Where the script's processes are; launch.machines.Machines."""
 
     learner_here = True
     line = None
@@ -250,12 +253,12 @@ class Transport:
 
 
 class Workers:
-    """Data workers that are there at once; cli.data_workers.DataWorkers."""
+    """Data workers that are there at once; launch.data_workers.DataWorkers."""
 
     def __init__(self, script: Script, *_: object) -> None:
-        links = SimpleNamespace(refusals=SimpleNamespace(count=0))
+        connections = SimpleNamespace(refusals=SimpleNamespace(count=0))
         self.pool, self.stopped = (
-            SimpleNamespace(links=links, workers_lost=0, fetch=None, sample=None),
+            SimpleNamespace(connections=connections, workers_lost=0, fetch=None, sample=None),
             False,
         )
         script.workers.append(self)
@@ -270,7 +273,7 @@ class Workers:
 
 
 class Sites:
-    """Sites that send what is needed; cli.sites_run.SitesOfRun."""
+    """Sites that send what is needed; sites.learner_side.SitesOfRun."""
 
     def __init__(self, *_: object) -> None:
         self.weights = SimpleNamespace(
@@ -280,7 +283,8 @@ class Sites:
     async def _done(self, *_: object) -> None:
         await asyncio.sleep(0.1)
 
-    open = first = start_over = farewell = heard = close = part_with = _done
+    open = wait_ready = start_over = farewell = farewell_received = close = _done
+    remove_server = _done
 
     def engines(self) -> tuple[None, None]:
         return None, None
@@ -354,6 +358,8 @@ def patched(patch: pytest.MonkeyPatch, script: Script, scene: Scene) -> None:
     patch.setattr(own_servers, "transport_kind", lambda _: kind)
     patch.setattr(attempt, "Controller", lambda *_: Updates())
     patch.setattr(start, "SitesOfRun", Sites)
+    patch.setattr(figures, "commit", str)  # git and the packages take a quarter of a run here
+    patch.setattr(figures, "versions", dict)
 
 
 def perform(scene: Scene, directory: Path, script: Script) -> Outcome:

@@ -105,11 +105,11 @@ class Servers:
         self.urls, self.waiting = (*self.urls, *self.waiting), []
 
     @property
-    def is_stranded(self) -> bool:
+    def none_serves(self) -> bool:
         return bool(self.waiting) and not any(self.samples[url] for url in self.urls)
 
-    async def stranded(self) -> None:
-        while not self.is_stranded:  # noqa: ASYNC110
+    async def until_none_serves(self) -> None:
+        while not self.none_serves:  # noqa: ASYNC110
             await asyncio.sleep(0.1)
 
     async def versions(self) -> Mapping[str, int]:
@@ -164,8 +164,8 @@ class Servers:
     async def abort_all(self) -> None:
         await self.step("abort")
 
-    async def settle(self, limit_s: float) -> Mapping[str, str]:
-        self.log.append("settle")
+    async def abandon_weight_update(self, limit_s: float) -> Mapping[str, str]:
+        self.log.append("abandon")
         for url in self.urls:
             if url not in self.lost:
                 self.samples[url] = False

@@ -1,10 +1,16 @@
-"""Selections as a server makes them, from whole distributions."""
+"""Selections as a server makes them, from whole distributions, and what it draws them by."""
 
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from sglang_bridge.protocol import Selection
+
+
+def uniform(rows: int, draws: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(rows, draws, dtype=torch.float64, generator=generator)
 
 
 def select(

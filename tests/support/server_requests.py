@@ -13,6 +13,12 @@ def fake_request(**params: object) -> SimpleNamespace:
     return SimpleNamespace(sampling_params=SimpleNamespace(custom_params=params or None))
 
 
+def request_of(**params: object) -> SimpleNamespace:
+    request = fake_request(**params)
+    request.origin_input_ids = [1, 2]
+    return request
+
+
 def score_request(
     start: int, lengths: list[int], ids: list[int], **more: object
 ) -> SimpleNamespace:

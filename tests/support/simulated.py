@@ -12,6 +12,7 @@ from megatron_opd.sim.costs import (
     ScoreCost,
     SyncCost,
 )
+from megatron_opd.sim.outcome import Outcome
 
 BATCH, PROMPT, TOKENS, STEP_S = 8, 10, 21, 0.1
 ROLLOUT_S = (TOKENS - 1) * STEP_S
@@ -29,3 +30,12 @@ def costs_of(**parts: Any) -> Costs:
         "sync": SyncCost(sync_s=0.0, paused_s=0.0),
     }
     return Costs(**given | parts)
+
+
+def assert_all_accounted(outcome: Outcome, updates: int) -> None:
+    """Every batch was trained on, and every sample that was admitted is accounted for."""
+    accounting = outcome.accounting
+    assert outcome.cause is None
+    assert (accounting.updates, accounting.consumed) == (updates, updates * BATCH)
+    assert accounting.admitted == accounting.consumed + sum(accounting.dropped.values())
+    assert accounting.in_flight == 0

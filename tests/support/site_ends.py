@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from megatron_opd.records.types import (
     VersionSpan,
     rollout_here,
 )
-from megatron_opd.sites.absence import Patience
+from megatron_opd.sites.learner_watchdog import LearnerTimeouts
 from megatron_opd.sites.messages import (
     PROTOCOL,
     FilePiece,
@@ -32,17 +33,21 @@ from megatron_opd.sites.messages import (
     encode,
 )
 from megatron_opd.sites.mirror import Mirror
-from megatron_opd.sites.sampling import Finished, SiteSampling
-from megatron_opd.sites.site import Site, SiteLink
+from megatron_opd.sites.outbox import SiteOutbox
+from megatron_opd.sites.ports import SiteLink
+from megatron_opd.sites.sampling import SiteSampling
+from megatron_opd.sites.site import Site
 from megatron_opd.sites.site_weights import SiteWeights
+from megatron_opd.wire.link.counts import LinkCounts, LinkTally
 from megatron_opd.wire.link.events import Broken, Event, Mended, Received, Restarted
 from megatron_opd.wire.link.wire import BULK, URGENT
 from sglang_bridge.arrays import pack
+from tests.support.delays import Delays
 from tests.support.fakes import make_prompt, make_rollout
 from tests.support.site_versions import Written
 
 LEARNER = "learner"
-PATIENT = Patience("tcp://learner:1", 600.0, 600.0)
+LONG = LearnerTimeouts("tcp://learner:1", 600.0, 600.0)
 HELLO = SiteHello(PROTOCOL, "here", "p1", 2, True, {"a": "b"}, 1, 2, 9, [1, 7], 0.0, [])
 
 
@@ -69,6 +74,9 @@ class FakeLink:
         self.sent.append((message, tuple(bytes(part) for part in parts[1:])))
         self.lanes.append(lane)
         self.answer(message)
+
+    def counts(self) -> LinkCounts:
+        return LinkCounts(True, None, None, 0.0, 0, **asdict(LinkTally()))
 
     def tell(self, message: ToSite, *frames: bytes) -> None:
         lane = BULK if frames else URGENT
@@ -147,15 +155,15 @@ class Servers:
         await asyncio.Event().wait()
 
 
-class Held:
-    """Counts how often rollouts were held back."""
+class Rollouts:
+    """Counts how often rollouts were held back; controller.in_flight.Rollouts."""
 
     def __init__(self) -> None:
-        self.count = 0
+        self.holds = 0
 
     @asynccontextmanager
-    async def __call__(self) -> AsyncIterator[None]:
-        self.count += 1
+    async def held(self) -> AsyncIterator[None]:
+        self.holds += 1
         yield
 
 
@@ -167,9 +175,9 @@ class SiteWorld:
         directory: Path,
         slots: int = 2,
         link: SiteLink | None = None,
-        patience: Patience = PATIENT,
+        timeouts: LearnerTimeouts = LONG,
     ) -> None:
-        self.link, self.servers, self.held = FakeLink(), Servers(), Held()
+        self.link, self.servers, self.rollouts = FakeLink(), Servers(), Rollouts()
         used: SiteLink = self.link if link is None else link
         self.said: list[str] = []
         self.weights = SiteWeights(
@@ -177,11 +185,12 @@ class SiteWorld:
             "here",
             self.servers,
             self.servers,
-            held=self.held,
-            ask=self._ask,
-            serving=self._ask,
-            say=self.said.append,
+            self.rollouts,
+            used,
+            Delays(),
+            self.said.append,
         )
+        self.outbox = SiteOutbox(used, self.weights)
         self.sampling = SiteSampling(
             self.servers,
             self.servers,
@@ -189,17 +198,11 @@ class SiteWorld:
             score_slots=4,
             vocab_sizes={"teacher": 16},
             num_draws=1,
-            ready=self.weights.ready,
-            send=self._deliver,
+            weights=self.weights,
+            outbox=self.outbox,
         )
-        self._used = used
-        self.site = Site(used, HELLO, self.sampling, self.weights, self.said.append, patience)
-
-    async def _ask(self, message: Any) -> None:
-        await self._used.send([encode(message)])
-
-    async def _deliver(self, finished: Finished) -> None:
-        await self.site.deliver(finished)
+        parts = self.sampling, self.weights, self.outbox
+        self.site = Site(used, HELLO, *parts, timeouts, self.said.append)
 
     def serve(self) -> asyncio.Task[str | None]:
         return asyncio.create_task(self.site.serve())

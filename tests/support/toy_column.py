@@ -25,15 +25,16 @@ from sglang_bridge import wire
 from sglang_bridge.arrays import pack
 from sglang_bridge.parse import parse_rollout
 from sglang_bridge.protocol import DrawCache, RolloutRequest
-from sglang_bridge.server import compat, draws
+from sglang_bridge.server import draws
+from sglang_bridge.server.compat import batches, ranks
 
 VOCAB, PATH = 50, ((3, 9), (7, 1))
 
 
 def replies() -> list[DrawCache]:
     """What a client parses of two requests of two tokens that a server has sampled."""
-    compat.weight_version = lambda: "0"
-    compat.is_deterministic = lambda: False
+    ranks.weight_version = lambda: "0"
+    ranks.is_deterministic = lambda: False
     params = SimpleNamespace(custom_params={wire.NUM_DRAWS: 4})
     requests: list[Any] = [SimpleNamespace(sampling_params=params) for _ in PATH]
     batch, observer = SimpleNamespace(reqs=requests), draws.DrawObserver("cpu", 0)
@@ -56,7 +57,7 @@ def replies() -> list[DrawCache]:
 
 
 def _parsed(req: Any, ids: list[int]) -> DrawCache:
-    payload = compat.find_record(req, draws.RECORD).payload()
+    payload = batches.find_record(req, draws.RECORD).payload()
     meta = {"id": "r", "finish_reason": {"type": "stop"}, wire.PAYLOAD: [{wire.DRAWS: payload}]}
     request = RolloutRequest(rid="r", input_ids=[1], max_new_tokens=2, num_draws=4)
     found = parse_rollout(

@@ -41,12 +41,21 @@ def pids_in(directory: Path, count: int, timeout_s: float = 60.0) -> list[int]:
 def wait_gone(pids: list[int], timeout_s: float = 30.0) -> None:
     """Wait until none of the processes exists."""
     deadline_s = _in(timeout_s)
-    while left := [pid for pid in pids if _lives(pid)]:
+    while left := [pid for pid in pids if lives(pid)]:
         assert time.monotonic() < deadline_s, left
         time.sleep(0.05)
 
 
-def _lives(pid: int) -> bool:
+def words_of(process: psutil.Process) -> list[str]:
+    """The arguments of a process, which everybody may read."""
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []
+
+
+def lives(pid: int) -> bool:
+    """Whether there is such a process that is no zombie."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -39,8 +39,10 @@ def served(run_dir: Path, scenario: Callable[[Asked], Awaitable[None]]) -> None:
             ) -> ClientResponse:
                 headers = {"Cookie": f"{cookie_name(PORT)}={cookie}"} if cookie else {}
                 headers |= {"Host": host} if host else {}
+                url = f"{str(server.make_url('/'))[:-1]}{path}"
                 answer = await session.request(
-                    *(method, f"{str(server.make_url('/'))[:-1]}{path}"),
+                    method,
+                    url,
                     headers=headers,
                     allow_redirects=False,
                     params=parameters or None,

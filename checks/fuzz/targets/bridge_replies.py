@@ -346,7 +346,7 @@ RANKS: dict[str, Any] = {
 WORK = msgspec.to_builtins(ServerWork())
 
 
-def ranks(**answers: Any) -> dict[str, Any]:
+def ranks(answers: dict[str, Any]) -> dict[str, Any]:
     """What two ranks of a server answer to an action of the plugin, each in text."""
     texts = {name: json.dumps(value) for name, value in answers.items()}
     parallel = [[{"tp_rank": rank}] for rank in (0, 1)]
@@ -354,9 +354,9 @@ def ranks(**answers: Any) -> dict[str, Any]:
 
 
 FIXED: dict[str, Any] = {
-    "progress": ranks(**{wire.RUNNING: {"r-1": 3, "r-2": 0}, wire.WAITING: ["r-3"]}),
-    "work": ranks(**{wire.WORK: WORK}),
-    "answers": ranks(**{wire.FREED: "weights,kv_cache"}),
+    "progress": ranks({wire.RUNNING: {"r-1": 3, "r-2": 0}, wire.WAITING: ["r-3"]}),
+    "work": ranks({wire.WORK: WORK}),
+    "answers": ranks({wire.FREED: "weights,kv_cache"}),
     "pieces": {
         "ranks": [
             {

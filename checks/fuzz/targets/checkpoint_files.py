@@ -21,7 +21,7 @@ from megatron_opd.data.template import RunTemplate
 from megatron_opd.errors import UserError
 from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import Evaluated, EvaluationProgress
-from megatron_opd.inputs.prompt_order import read_kept
+from megatron_opd.inputs.kept_data import read_kept
 from megatron_opd.learner.state.facts import read_facts
 from megatron_opd.metrics.persist import dump_totals, restore_totals
 from megatron_opd.metrics.totals import RunTotals

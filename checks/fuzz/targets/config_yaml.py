@@ -56,6 +56,8 @@ def changed(raw: Any, kept: Any, key: str = "") -> str | None:
         return f"items of {key} are lost" if lost else next((p for p in pairs if p), None)
     if isinstance(kept, float) and type(raw) is int:
         raw = float(raw)  # the nearest there is
+    if key == "correction" and raw is None:
+        return None  # the default of the objective and the sampler
     same_kind = type(raw) is type(kept)
     if same_kind and raw == kept:
         return None

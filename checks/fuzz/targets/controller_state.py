@@ -16,7 +16,7 @@ from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.controller.snapshot import ControllerState, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
-from megatron_opd.records.types import Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.types import NO_ROW, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
 
@@ -76,7 +76,7 @@ def oracle(content: bytes, state: ControllerState) -> str | None:
             return "a place in the line that holds nothing, or two things"
         uids.append(member.uid)
         weights = (member.asked.reward_weight, member.asked.teacher_weight)
-        if member.asked.row < 0 or not all(np.isfinite(w) and w >= 0 for w in weights):
+        if member.asked.row < NO_ROW or not all(np.isfinite(w) and w >= 0 for w in weights):
             return "weights that are none"
         fault = _rollout_fault(member.rollout or getattr(member.sample, "rollout", None))
         if fault is not None:
@@ -89,7 +89,8 @@ def oracle(content: bytes, state: ControllerState) -> str | None:
     rated = state.curriculum
     if rated is None:
         return None
-    rows = [row for _, row, _ in rated.noted] + [member.asked.row for member in state.line]
+    asked = [member.asked.row for member in state.line if member.asked.row != NO_ROW]
+    rows = [row for _, row, _ in rated.noted] + asked
     if len(rated.rate_R) != len(rated.seen_R) or not all(0 <= r < len(rated.rate_R) for r in rows):
         return "rates of other problems"
     if not all(0 <= rate <= 1 for rate in rated.rate_R.tolist()) or (rated.seen_R < 0).any():

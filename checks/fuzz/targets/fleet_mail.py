@@ -16,7 +16,7 @@ from megatron_opd.fleet.mailbox import (
     DIRECTORY,
     MAX_BYTES,
     Answer,
-    BadMail,
+    BadMailboxFile,
     Command,
     Mailbox,
     Sender,
@@ -55,8 +55,8 @@ def call(given: Given) -> Command | Answer:
         for left in directory.iterdir():
             left.unlink()
         if not found:
-            raise BadMail("no command")
-        if isinstance(found[0], BadMail):
+            raise BadMailboxFile("no command")
+        if isinstance(found[0], BadMailboxFile):
             raise found[0]
         return found[0]
     sender: Any = object.__new__(Sender)
@@ -111,4 +111,4 @@ def make(rng: Random) -> Given:
     return end, rng.choice(NAMES), data
 
 
-TARGET = Target("fleet_mail", make, call, (BadMail,), oracle)
+TARGET = Target("fleet_mail", make, call, (BadMailboxFile,), oracle)

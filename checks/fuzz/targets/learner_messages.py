@@ -133,9 +133,8 @@ def hello(rank: int) -> m.RankHello:
     return m.RankHello(rank, rank, info, dict(EXPECTED.digests or {}))
 
 
-METRICS = m.UpdateMetrics(
-    *(0, 1.0, 2.0, 1e-5, 30, 60, 4, None, None, 0, 1.0, 1.0, 1.0, 0.1, 0.2, 1000)
-)
+FIGURES: Any = (0, 1.0, 2.0, 1e-5, 30, 60, 4, None, None, 0, 1.0, 1.0, 1.0, 0.1, 0.2, 1000)
+METRICS = m.UpdateMetrics(*FIGURES)
 REPLIES: tuple[m.Reply, ...] = (
     *(
         hello(0),

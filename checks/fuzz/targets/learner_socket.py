@@ -23,8 +23,9 @@ from checks.fuzz.engine import Target
 from checks.fuzz.mutations import damaged_bytes
 from checks.security.raw import Door
 from checks.security.zmq_attacks import GREETING, record
+from megatron_opd.errors import LearnerError
 from megatron_opd.transport.messages import RankError, encode
-from megatron_opd.transport.remote_learner import Admission, LearnerError, RemoteLearner
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
 from megatron_opd.wire.keys import RankKeys, RunKeys
 from tests.support.wire import config, hello
 

@@ -10,7 +10,7 @@ from checks.fuzz.places import scratch
 from harness.tree import ROOT
 from megatron_opd.config.learner import LearnerConfig, ParallelConfig
 from megatron_opd.errors import UserError
-from megatron_opd.inputs.models import read_model
+from megatron_opd.inputs.model_facts import read_model
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import expected_tensors
 from megatron_opd.sizing import learner as planning

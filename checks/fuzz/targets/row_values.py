@@ -14,8 +14,8 @@ from pyarrow import parquet
 from checks.fuzz.engine import Target
 from checks.fuzz.mutations import damaged_tree
 from checks.fuzz.places import written
+from megatron_opd.data.chats import ChatMessage
 from megatron_opd.data.faults import Fault
-from megatron_opd.data.messages import ChatMessage
 from megatron_opd.data.records import Columns, Record, scan_records
 
 CALL = {"id": "c", "function": {"name": "f", "arguments": {"a": "x", "b": 2}}}

@@ -17,8 +17,8 @@ from checks.fuzz.mutations import damaged_bytes, damaged_tree, msgpack_bytes
 from checks.fuzz.targets.learner_requests import NUM_EXPERTS, VOCAB_SIZE, sample
 from checks.fuzz.targets.worker_answers import odd_figure
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.selection import KeepOverlong
 from megatron_opd.records.types import Sample
-from megatron_opd.rollout.overlong import Length
 from megatron_opd.sites.checking import Forged, SampleRules, received_sample
 from megatron_opd.sites.messages import SiteDone, decode_to_learner, encode
 from megatron_opd.transport.samples import encode_sample
@@ -27,7 +27,7 @@ from megatron_opd.wire.codec import BadMessage
 WHOLE = sample(Random(5), 7, routed=True, weighed=True)
 PROMPT = WHOLE.rollout.prompt
 SERVED = frozenset(span.version for span in WHOLE.rollout.spans)
-RULES = SampleRules(Estimator(), VOCAB_SIZE, 4, lambda rollout: Length(), (2, 2, NUM_EXPERTS))
+RULES = SampleRules(Estimator(), VOCAB_SIZE, 4, KeepOverlong(), (2, 2, NUM_EXPERTS))
 DONE = encode(SiteDone(7, "stop", 0.5, 1.5e9, 2.0, "", 0, None, 0.5, 0.0, False))
 FRAMES = [bytes(frame) for frame in encode_sample(WHOLE)]
 TREES = [msgspec.msgpack.decode(frame) for frame in FRAMES[:2]]
@@ -52,7 +52,10 @@ def call(given: Given) -> Sample:
         if not isinstance(done, SiteDone):
             raise Forged("no Done")
         return received_sample(
-            *(RULES, PROMPT, done, given[1:]),
+            RULES,
+            PROMPT,
+            done,
+            given[1:],
             may_have=SERVED.__contains__,
             scores=True,
             site="near",

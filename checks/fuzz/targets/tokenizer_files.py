@@ -28,9 +28,8 @@ def corpus(name: str) -> list[Any]:
 
 
 def _ends(path: Path, tokenizer: Any) -> tuple[int, ...]:
-    raw, eos, added = {"eos_token_id": 1}, tokenizer.eos_token_id, tokenizer.get_added_vocab()
     try:
-        return read_end_tokens(path, raw, VOCAB_SIZE, eos, added).ids
+        return read_end_tokens(path, {"eos_token_id": 1}, VOCAB_SIZE, tokenizer).ids
     except ValueError as error:
         raise UserError(str(error)) from None
 

@@ -17,7 +17,7 @@ from sglang_bridge.server.pieces import Piece
 from sglang_bridge.server.receiver import BadExpectation, Receiver
 from sglang_bridge.server.shadows import Shadows
 from sglang_bridge.weights.exchange import Message
-from sglang_bridge.weights.schedule import Limits, Route, SlicePlace
+from sglang_bridge.weights.message_order import Limits, Route, SlicePlace
 from sglang_bridge.weights.share import BadShare, decode_share, encode_routes, encode_share
 
 RANK, SENDERS = 0, 2

@@ -93,9 +93,18 @@ BODIES = [
     encode_rollout(PLAIN),
     encode_rollout(
         RolloutRequest(
-            **{"rid": "r-2", "input_ids": PROMPT, "max_new_tokens": 9, "num_atoms": 2},
-            **{"num_draws": 4, "thin": True, "experts": True, "gates": True, "seed": 7},
-            **{"stop": ("x",), "stop_token_ids": (5,), "exact": True},
+            rid="r-2",
+            input_ids=PROMPT,
+            max_new_tokens=9,
+            num_atoms=2,
+            num_draws=4,
+            thin=True,
+            experts=True,
+            gates=True,
+            seed=7,
+            stop=("x",),
+            stop_token_ids=(5,),
+            exact=True,
         )
     ),
     encode_score("s-1.", SCORE),

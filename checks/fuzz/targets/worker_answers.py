@@ -10,6 +10,7 @@ import asyncio
 import copy
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from random import Random
@@ -18,7 +19,6 @@ from urllib.parse import urlsplit
 
 import msgspec
 import numpy as np
-import zmq
 from zmq.utils import z85
 
 from checks.fuzz.engine import Target
@@ -84,31 +84,20 @@ class Wire:
 
     def __init__(self, answers: dict[type[Any], Said], hear: Any) -> None:
         self.answers, self.hear, self.told = answers, hear, list[bytes]()
-        self.frames = list[bytes]()
 
-    def send(self, frame: bytes, flags: int) -> None:
-        """Let the answers to a whole message come in the next turns of the loop."""
-        self.frames.append(frame)
-        if flags & zmq.SNDMORE:
-            return
-        identity, *orders = self.frames
-        self.frames = []
-        for order in map(w.decode_order, orders):
+    def send(self, route: bytes, frames: Sequence[bytes]) -> None:
+        """Let the answers to a message come in the next turns of the loop."""
+        for order in map(w.decode_order, frames):
             if isinstance(order, w.Close):
-                self.told.append(identity)
-            self.say(identity, self.answers.pop(type(order), []))
+                self.told.append(route)
+            self.say(route, self.answers.pop(type(order), []))
 
     def say(self, own: bytes, said: Said) -> None:
         """Let the controller hear this."""
         other = b"one" if own == b"zero" else b"zero"
         peers = {"own": own, "other": other, "stranger": b"stranger"}
         for who, frame in said:
-            identity = peers[who]
-            asyncio.get_running_loop().call_soon(self.hear, identity, frame, identity)
-
-    def getsockopt(self, option: int) -> int:
-        """Say that nothing waits to be read."""
-        return 0 * zmq.POLLIN
+            asyncio.get_running_loop().call_soon(self.hear, peers[who], frame)
 
 
 @cache
@@ -134,7 +123,11 @@ def client() -> ServerClient:
 def call(given: Given) -> Seen:
     """Lead a sample through its life."""
     silent = np.errstate(all="ignore")  # some arrays hold numbers that are none
-    with silent, quiet("megatron_opd.data_workers.links"), quiet("megatron_opd.data_workers.pool"):
+    with (
+        silent,
+        quiet("megatron_opd.data_workers.connections"),
+        quiet("megatron_opd.data_workers.pool"),
+    ):
         seen = loop().run_until_complete(_led(given))
     if seen.error and oracle(given, seen) is None:
         raise Refused(seen.error)
@@ -142,15 +135,15 @@ def call(given: Given) -> Seen:
 
 
 async def _led(given: Given) -> Seen:
-    at, links, seen = pool(), pool().links, Seen()
+    at, connections, seen = pool(), pool().connections, Seen()
     at._owners, at._held, at._lost, at._coming = {}, {}, set(), set()
     at._numbers, at._awaited, at.workers_lost = itertools.count(1), COUNT, 0
-    links._links, links._by_fd = {}, {}
-    links.refusals = Refusals(links.refusals._logger, "")
+    connections._connections, connections._former = {}, set()
+    connections.refusals = Refusals(connections.refusals._logger, "")
     start, *rest = given
     kinds = (w.Generate, w.JudgeCall, w.ScoreCall, w.Fetch, w.Look)
-    wire: Any = Wire(dict(zip(kinds, rest, strict=True)), links._heard)
-    links._socket = wire
+    wire: Any = Wire(dict(zip(kinds, rest, strict=True)), connections._heard)
+    connections._router = wire
     try:
         wire.say(b"zero", start)
         await _turns()
@@ -165,8 +158,8 @@ async def _led(given: Given) -> Seen:
         seen.error = str(error)
     except TimeoutError:
         seen.error = "no answer"
-    seen.refused, seen.lost = links.refusals.count, at.workers_lost
-    seen.addresses = {link.index: link.address for link in links.alive}
+    seen.refused, seen.lost = connections.refusals.count, at.workers_lost
+    seen.addresses = {worker.index: worker.address for worker in connections.alive}
     seen.held = len(at._held)
     if len(wire.told) != at.workers_lost:
         raise AssertionError("a worker that is lost was not told to end")
@@ -296,13 +289,18 @@ MEMBER = encode_member(place(WHOLE))
 HELLOS = (w.WorkerHello(0, "tcp://127.0.0.1:7000"), w.WorkerHello(1, "tcp://127.0.0.1:7001"))
 HEALTHY: tuple[w.Answer, ...] = (
     w.Generated(
-        *(1, ROLLOUT.num_response_tokens, ROLLOUT.num_ids, WHOLE.cache),
-        *(ROLLOUT.geometric_logp, SPANS, "stop"),
+        1,
+        ROLLOUT.num_response_tokens,
+        ROLLOUT.num_ids,
+        WHOLE.cache,
+        ROLLOUT.geometric_logp,
+        SPANS,
+        "stop",
     ),
     *(
         w.JudgedCall(2, 0.5),
         w.ScoredCall(3, ROLLOUT.num_ids, WHOLE.cache, SCORED),
-        w.WholeCall(4, MEMBER),
+        w.Fetched(4, MEMBER),
     ),
     w.Looked(5, {"r-2": 3}, ["r-3"]),
 )
@@ -314,11 +312,11 @@ OTHERS: tuple[w.Answer, ...] = (
         w.JudgedCall(2, 1.5),
         w.JudgedCall(1, 0.5),
         w.JudgedCall(99, 1.0),
-        w.WholeCall(4, b""),
+        w.Fetched(4, b""),
     ),
-    w.WholeCall(4, encode_member(place(ROLLOUT))),
-    w.WholeCall(4, encode_member(place(ROLLOUT.prompt))),
-    w.WholeCall(4, encode_member(place(sample(Random(9), 7, routed=False, weighed=False)))),
+    w.Fetched(4, encode_member(place(ROLLOUT))),
+    w.Fetched(4, encode_member(place(ROLLOUT.prompt))),
+    w.Fetched(4, encode_member(place(sample(Random(9), 7, routed=False, weighed=False)))),
     *(w.CallFailed(n, "lost", ["gone"], []) for n in (1, 2, 3, 4)),
     w.CallFailed(1, "unreachable", [URL, "/generate", "reset"], [True, False, False]),
     w.CallFailed(1, "no rollout", ["empty_response", "prompt 3"], []),
@@ -378,10 +376,10 @@ def damaged(rng: Random, healthy: w.Answer) -> bytes:
     """A frame after damage to its figures, fields or bytes, or those of a member."""
     frame = w.encode(healthy)
     kind = rng.random()
-    if isinstance(healthy, w.WholeCall):
+    if isinstance(healthy, w.Fetched):
         if kind < 0.9:
             wheres = (odd_figure(rng, MEMBER_TREE), msgpack_bytes(MEMBERS(rng)), MEMBER_BYTES(rng))
-            return w.encode(w.WholeCall(healthy.call, rng.choice((wheres[0], *wheres))))
+            return w.encode(w.Fetched(healthy.call, rng.choice((wheres[0], *wheres))))
     elif rng.random() < 0.6:
         return odd_figure(rng, msgspec.msgpack.decode(frame))
     if isinstance(healthy, w.WorkerHello) and kind < 0.4:

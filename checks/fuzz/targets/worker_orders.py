@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import zmq
 
 from checks.fuzz.engine import Target
 from checks.fuzz.mutations import damaged_bytes, damaged_tree, msgpack_bytes
@@ -23,12 +24,13 @@ from checks.fuzz.targets.learner_requests import sample
 from megatron_opd.data.verifiers.reward import checked_reward
 from megatron_opd.data_workers import messages as w
 from megatron_opd.data_workers.faults import as_error
-from megatron_opd.data_workers.holding import Holding
 from megatron_opd.data_workers.requests import decode_request, encode_request
+from megatron_opd.data_workers.store import WorkerStore
 from megatron_opd.data_workers.worker import Worker
 from megatron_opd.records.types import Prompt
 from megatron_opd.rollout.score_requests import TeacherAsk
 from megatron_opd.wire.codec import BadMessage
+from megatron_opd.wire.sockets import PeerMessage
 from sglang_bridge.client import Endpoint
 from sglang_bridge.parse import Known
 from sglang_bridge.protocol import (
@@ -107,14 +109,15 @@ class Orders:
         self.left = [*messages, [w.encode(w.Close())]]
         self.answers: list[w.Answer] = []
 
-    async def recv_multipart(self) -> list[bytes]:
+    async def next(self) -> PeerMessage:
         """Return the next message."""
         for _ in range(4):  # what is under way ends between some messages
             await asyncio.sleep(0)
-        return self.left.pop(0)
+        return PeerMessage([zmq.Frame(frame) for frame in self.left.pop(0)])
 
-    async def send(self, frame: bytes) -> None:
+    def send(self, frames: list[bytes]) -> None:
         """Note an answer."""
+        (frame,) = frames
         self.answers.append(w.decode_answer(frame))
 
 
@@ -150,13 +153,13 @@ async def _obeyed(given: Given) -> Seen:
     client: Any = servers
     verifier: Any = Verifier()
     worker: Any = object.__new__(Worker)  # its sockets are other targets'
-    worker._calls, worker._orders = {}, orders
-    worker._holding = Holding(lambda endpoint: client, verifier, draws=0)
-    worker._holding._held = kept = Kept()
+    worker._calls, worker._dealer = {}, orders
+    worker._store = WorkerStore(lambda endpoint: client, verifier, draws=0)
+    worker._store._held = kept = Kept()
     worker.refusals = Refusals(logging.getLogger("megatron_opd.data_workers.worker"), "")
     running = asyncio.get_running_loop()
     running.set_exception_handler(lambda _, what: seen.problems.append(what["message"]))
-    await worker._serve()
+    await worker._execute_orders()
     seen.closed = len(orders.left) > 0
     for task in list(worker._calls.values()):
         await task
@@ -231,7 +234,7 @@ def _read(given: Given) -> tuple[list[w.Order], int]:
 
 KINDS = {
     **{w.Generate: w.Generated, w.JudgeCall: w.JudgedCall, w.ScoreCall: w.ScoredCall},
-    **{w.Look: w.Looked, w.Fetch: w.WholeCall},
+    **{w.Look: w.Looked, w.Fetch: w.Fetched},
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from functools import cache
 from random import Random
@@ -14,8 +13,8 @@ from checks.fuzz.engine import Target
 from checks.fuzz.mutations import BYTES, TEXTS, damaged_bytes, damaged_tree, msgpack_bytes
 from checks.fuzz.quiet import quiet
 from checks.fuzz.targets.learner_requests import sample
-from megatron_opd.data_workers.giving import Giving
-from megatron_opd.data_workers.holding import Holding
+from megatron_opd.data_workers.data_server import DataServer
+from megatron_opd.data_workers.store import WorkerStore
 from megatron_opd.records.types import Rollout, Sample
 from megatron_opd.transport.samples import FRAMES, EncodedSample
 from sglang_bridge.refusals import Refusals
@@ -35,21 +34,15 @@ class Wire:
     def __init__(self) -> None:
         self.sent: list[list[bytes]] = []
 
-    async def send_multipart(self, frames: list[Any], copy: bool) -> None:
+    def send(self, route: bytes, frames: list[Any]) -> None:
         """Note what is given."""
-        self.sent.append([bytes(frame) for frame in frames])
+        self.sent.append([route, *map(bytes, frames)])
 
 
 @cache
-def loop() -> asyncio.AbstractEventLoop:
-    """The one of this process."""
-    return asyncio.new_event_loop()
-
-
-@cache
-def holding() -> Holding:
+def store() -> WorkerStore:
     """What the worker holds: a response, and samples that are scored, encoded or not."""
-    made = Holding(lambda endpoint: None, None, draws=0)  # type: ignore[arg-type,return-value]
+    made = WorkerStore(lambda endpoint: None, None, draws=0)  # type: ignore[arg-type,return-value]
     kept: dict[str, Rollout | Sample] = dict(HELD)
     kept["r-1"] = HELD["r-1"].rollout
     kept["r-2"] = EncodedSample.of(HELD["r-2"], 0)
@@ -59,14 +52,14 @@ def holding() -> Holding:
 
 def call(given: Given) -> list[list[bytes]]:
     """Ask it. Returns the messages that it gives."""
-    giving: Any = object.__new__(Giving)  # its socket is learner_socket's kind
-    giving._socket, giving._frames = Wire(), holding().frames
-    giving._refusals = Refusals(logging.getLogger("megatron_opd.data_workers.giving"), "")
-    with quiet("megatron_opd.data_workers.giving"):
-        loop().run_until_complete(giving._give(RANK, given))
-    if not giving._refusals.count:
-        return giving._socket.sent
-    assert not giving._socket.sent, "a question that was refused was answered"
+    server: Any = object.__new__(DataServer)  # its socket is learner_socket's kind
+    server._router, server._frames = Wire(), store().frames
+    server._refusals = Refusals(logging.getLogger("megatron_opd.data_workers.data_server"), "")
+    with quiet("megatron_opd.data_workers.data_server"):
+        server._serve_share(RANK, given)
+    if not server._refusals.count:
+        return server._router.sent
+    assert not server._router.sent, "a question that was refused was answered"
     raise Refused("counted")
 
 
@@ -89,7 +82,7 @@ def oracle(given: Given, sent: list[list[bytes]]) -> str | None:
 
 @cache
 def _frames(key: str) -> list[bytes]:
-    frames = [bytes(frame) for frame in holding().frames(key)]
+    frames = [bytes(frame) for frame in store().frames(key)]
     assert len(frames) == FRAMES
     return frames
 

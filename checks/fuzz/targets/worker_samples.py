@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from random import Random
-from typing import Any
 
 from checks.fuzz.engine import Target
 from checks.fuzz.mutations import damaged_bytes
@@ -17,7 +16,7 @@ from checks.fuzz.targets.learner_requests import oracle as batch_fault
 from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.checks import check_batch
 from megatron_opd.batching.shares import Share
-from megatron_opd.data_workers.taking import CannotTake, Frames, by_address, taken
+from megatron_opd.data_workers.data_client import CannotFetch, Frames, asked_key, by_address
 from megatron_opd.records.columns import RankBatch
 from megatron_opd.records.types import HeldRollout, HeldSample, Sample
 from megatron_opd.transport import messages as m
@@ -49,8 +48,8 @@ def call(given: Given) -> tuple[m.Train, RankBatch]:
     try:
         for address, (name, *given_frames) in messages:
             columns = [memoryview(frame) for frame in given_frames]
-            found[taken(address, wanted.get(address, set()), name, columns)] = columns
-    except CannotTake as error:
+            found[asked_key(address, wanted.get(address, set()), name, columns)] = columns
+    except CannotFetch as error:
         raise Missing(str(error)) from None
     if any(wanted.values()):
         raise Missing("samples that were not given")
@@ -101,14 +100,20 @@ def _plain(head: bytes) -> bool:
 def held(whole: Sample, address: str) -> HeldSample:
     """What the controller knows of a sample that a worker holds."""
     rollout = whole.rollout
-    known: Any = (rollout.num_response_tokens, rollout.num_ids, whole.cache)
-    return HeldSample(
-        HeldRollout(
-            *(rollout.prompt, address, f"k-{rollout.prompt.uid}", *known),
-            *(rollout.geometric_logp, rollout.spans, rollout.finish_reason, 0.0, 1.0),
-        ),
-        whole.scores(VOCAB_SIZE),
+    found = HeldRollout(
+        prompt=rollout.prompt,
+        worker=address,
+        key=f"k-{rollout.prompt.uid}",
+        num_response_tokens=rollout.num_response_tokens,
+        num_ids=rollout.num_ids,
+        cache=whole.cache,
+        geometric_logp=rollout.geometric_logp,
+        spans=rollout.spans,
+        finish_reason=rollout.finish_reason,
+        started_s=0.0,
+        finished_s=1.0,
     )
+    return HeldSample(found, whole.scores(VOCAB_SIZE))
 
 
 def make(rng: Random) -> Given:

@@ -16,7 +16,7 @@ from rich.table import Table
 from megatron_opd.checkpoint.run_lock import RunDirHeld, refuse_if_held
 from megatron_opd.cli.arguments import print_line
 from megatron_opd.errors import UserError
-from megatron_opd.fleet.mailbox import DIRECTORY, Answer, BadMail, Command, Sender, ServerRow
+from megatron_opd.fleet.mailbox import DIRECTORY, Answer, BadMailboxFile, Command, Sender, ServerRow
 from megatron_opd.output import new_table
 
 SUMMARY = "list, add or remove servers of a run under way"
@@ -95,7 +95,7 @@ def ask(run_dir: Path, command: Command) -> Answer:
 def _answer(sender: Sender, run_dir: Path) -> Answer | None:
     try:
         return sender.answer()
-    except (BadMail, OSError) as error:
+    except (BadMailboxFile, OSError) as error:
         raise UserError(f"{run_dir}: the run's answer cannot be read: {error}") from None
 
 

@@ -25,7 +25,8 @@ def add_parser(verbs: Any) -> None:
         help="several are drawn into the same charts; they may still run, or have crashed",
     )
     verb.add_argument(
-        *("-o", "--out"),
+        "-o",
+        "--out",
         type=Path,
         default=DEFAULT,
         metavar="FILE",

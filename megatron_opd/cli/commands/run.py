@@ -15,7 +15,7 @@ from megatron_opd.errors import UserError
 
 def add_parser(verbs: Any) -> None:
     """Add `opd run` and `opd control`."""
-    verb = with_config(verbs, "run", "run everything on this machine: servers, learner, controller")
+    verb = with_config(verbs, "run", "start and run everything: servers, learner, controller")
     _add_again(verb)
     verb.set_defaults(handler=run)
     verb = with_config(verbs, "control", "run the controller; servers and learner start elsewhere")
@@ -68,8 +68,8 @@ def control(arguments: argparse.Namespace) -> int:
 
 def _pipeline(arguments: argparse.Namespace, config: Config) -> int:
     from megatron_opd.launch.stopping import PREEMPTIONS, preempt_now
-    from megatron_opd.run.auto_resume import Start, how_to_start
     from megatron_opd.run.pipeline import run_pipeline
+    from megatron_opd.run.resume import Start, how_to_start
 
     for number in PREEMPTIONS:
         signal.signal(number, preempt_now)

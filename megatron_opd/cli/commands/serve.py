@@ -10,8 +10,9 @@ from typing import Any
 from megatron_opd.cli.arguments import add_config
 from megatron_opd.config.load import load_config
 from megatron_opd.config.roles import STUDENT, section_of
-from megatron_opd.config.rules import key_of_teacher, keyless_problem
+from megatron_opd.config.rules import keyless_problem
 from megatron_opd.config.schema import Config
+from megatron_opd.config.tree import key_of_teacher
 from megatron_opd.errors import UserError
 from sglang_bridge.listening import is_loopback
 
@@ -29,7 +30,7 @@ def add_parser(verbs: Any) -> None:
 def serve(arguments: argparse.Namespace) -> int:
     """Run `opd serve`: one SGLang server, until it ends or this process is told to stop."""
     from megatron_opd.launch.keys import named_key
-    from megatron_opd.launch.serve import serve_until_told
+    from megatron_opd.launch.serve import serve_until_ended
     from megatron_opd.launch.servers import server_spec
     from sglang_bridge.server.spec import NONCE_VARIABLE, server_command, server_env
 
@@ -53,4 +54,4 @@ def serve(arguments: argparse.Namespace) -> int:
     sys.stdout.flush()
     # by a launcher, whose servers prove what it has started
     environment = server_env(spec, api_key=key, nonce=os.environ.get(NONCE_VARIABLE))
-    return serve_until_told(server_command(spec), environment)
+    return serve_until_ended(server_command(spec), environment)

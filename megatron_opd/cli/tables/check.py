@@ -25,14 +25,15 @@ from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.roles import STUDENT, Role, all_roles, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.config.selection import RewardSpread
-from megatron_opd.config.site_bounds import is_open, permits, slots_by_site, staleness_bound
 from megatron_opd.config.speedups import choose_speedups
+from megatron_opd.config.wording import listed
 from megatron_opd.data.unread_columns import unread_columns
-from megatron_opd.data.values import listed
 from megatron_opd.errors import checked
 from megatron_opd.inputs.extra_args import check_extra_args, check_stops
-from megatron_opd.inputs.models import ModelFacts, check_inputs_are_kept, prompt_limit
-from megatron_opd.inputs.prepare import Inputs, key_of_set, prompt_rules, read_inputs
+from megatron_opd.inputs.model_facts import ModelFacts
+from megatron_opd.inputs.models import check_inputs_are_kept, prompt_limit
+from megatron_opd.inputs.prepare import Inputs, prompt_rules, read_inputs
+from megatron_opd.inputs.prompts import key_of_set
 from megatron_opd.inputs.rendering import first_prompt
 from megatron_opd.inputs.weights import check_finite, has_weights
 from megatron_opd.launch.gpus import has_gpu
@@ -95,8 +96,8 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
 
 def schedule_rows(config: Config) -> list[tuple[str, str]]:
     """Return the lines on when samples are taken and how old they get."""
-    if is_open(config):
-        slots, every = sum(slots_by_site(config).values()), config.schedule.sync_every
+    if config.sites.is_open:
+        slots, every = sum(config.site_slots.values()), config.schedule.sync_every
         return [("schedule", open_in_words(config.sites.max_staleness, slots, every))]
     return [
         ("schedule", schedule_in_words(config.schedule, config.buffer.batch_size)),
@@ -106,7 +107,7 @@ def schedule_rows(config: Config) -> list[tuple[str, str]]:
 
 def site_rows(config: Config) -> list[tuple[str, str]]:
     """Return the lines on sampler sites, which start servers of their own."""
-    slots, sites = slots_by_site(config), config.sites
+    slots, sites = config.site_slots, config.sites
     rows = [
         (
             f"site {name}",
@@ -119,7 +120,7 @@ def site_rows(config: Config) -> list[tuple[str, str]]:
     if not rows:
         return []
     bound = (
-        f"tcp://{sites.host}:{sites.port}; samples at most {staleness_bound(config)} updates old "
+        f"tcp://{sites.host}:{sites.port}; samples at most {config.staleness_bound} updates old "
         f"and {sites.max_delay_s:g} s on their way; prompts of a site that is lost are given to "
         f"others after {sites.lost_after_s:g} s"
     )
@@ -177,7 +178,7 @@ def open_files_needed(config: Config) -> int:
 
     These are one connection for each request in flight, its connection pool, logs and libraries.
     """
-    rollouts = min(config.rollout.concurrency, permits(config))
+    rollouts = min(config.rollout.concurrency, config.permits)
     evaluated = rollouts if not config.evaluation.runs else config.rollout.concurrency
     scores = config.scoring.concurrency if len(all_roles(config)) > 1 else 0
     servers = sum(

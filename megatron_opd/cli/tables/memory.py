@@ -12,7 +12,8 @@ from rich.table import Table
 from megatron_opd.config.recompute import Recompute, unrefined
 from megatron_opd.config.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
-from megatron_opd.inputs.models import ModelFacts, longest_sample, prompt_limit
+from megatron_opd.inputs.model_facts import ModelFacts
+from megatron_opd.inputs.models import longest_sample, prompt_limit
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.output import byte_text, count_text, new_table
 from megatron_opd.sizing.activations import TransformerImpl

@@ -13,7 +13,8 @@ from megatron_opd.config.cluster import LAUNCHED
 from megatron_opd.config.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import checked
-from megatron_opd.inputs.models import ModelFacts, longest_sample
+from megatron_opd.inputs.model_facts import ModelFacts
+from megatron_opd.inputs.models import longest_sample
 from megatron_opd.launch.gpus import gpus_here
 from megatron_opd.launch.parts import LEARNER, gpus_needed
 from megatron_opd.launch.placement import Placement, gpu_text, place
@@ -70,7 +71,7 @@ def _map(placement: Placement, memory: Memory, kept: Mapping[str, int]) -> Table
             what += ", in turn"
         sizes = [memory[key] for key, _ in processes]
         whole = all(is_whole for _, is_whole in sizes)
-        size = byte_text(_together(processes, memory, kept))
+        size = byte_text(_peak_bytes(processes, memory, kept))
         size += "" if whole else " and KV cache"
         table.add_row(gpu_text(tuple(run)), what, size if processes else "")
     if len(runs) > MOST_ROWS:
@@ -78,7 +79,7 @@ def _map(placement: Placement, memory: Memory, kept: Mapping[str, int]) -> Table
     return table
 
 
-def _together(processes: Sequence[Process], memory: Memory, kept: Mapping[str, int]) -> int:
+def _peak_bytes(processes: Sequence[Process], memory: Memory, kept: Mapping[str, int]) -> int:
     """Count the bytes that processes of one GPU take at most at once."""
     sizes = {key: memory[key][0] for key, _ in processes}
     in_turn = [key for key in kept if key in sizes]

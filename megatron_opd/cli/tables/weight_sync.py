@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from rich.table import Table
 
 from megatron_opd.config.schema import Config
-from megatron_opd.inputs.disk_room import disk_table
+from megatron_opd.inputs.disk_space import disk_table
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.output import byte_text, new_table
 from megatron_opd.sizing.matching import compared

@@ -9,7 +9,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 from megatron_opd.data.verifiers.messages import Ask, Call, Setup
 from megatron_opd.data.verifiers.process import WorkerProcess
@@ -63,12 +62,7 @@ class VerifierPool:
         self._entered = True
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         """End every worker."""
         await self._close()
 

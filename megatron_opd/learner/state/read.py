@@ -1,8 +1,8 @@
 """Reads the shards of a Megatron distributed checkpoint: tensors and nothing else.
 
 Invariant: nothing of the directory is unpickled without restriction. `.metadata` goes through
-restricted_metadata.py, tensors through torch's weights-only loader; `common.pt` and pickled objects
-(the `_extra_state` of modules) are left alone.
+checkpoint/restricted_metadata.py, tensors through torch's weights-only loader; `common.pt` and
+pickled objects (the `_extra_state` of modules) are left alone.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ from megatron_opd.learner.world import World
 
 
 class LearnerState:
-    """Saves and loads one learner. Methods are collective; `settle_weights` comes before `save`.
+    """Saves and loads one learner. Methods are collective; `finish_param_gather` before `save`.
 
     heads: of the model. timeout_s: longest that ranks wait for each other while shards are written.
     """

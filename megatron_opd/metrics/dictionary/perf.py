@@ -4,82 +4,78 @@ from __future__ import annotations
 
 from megatron_opd.metrics.metric import Metric, Range
 
-PERF = (
-    Metric(
-        *("time_s", "perf", "s"),
+PERF = {
+    "time_s": Metric(
+        "s",
         "When the update was done, since the run began; time before a resumption counts, time in "
         "between does not.",
     ),
-    Metric("unix_time_s", "perf", "s", "When the row was made, in seconds since 1970."),
-    Metric(
-        *("train_s", "perf", "s"),
+    "unix_time_s": Metric("s", "When the row was made, in seconds since 1970."),
+    "train_s": Metric(
+        "s",
         "Time of the update, from the batch being there to the learner's answer.",
         action="rises: longer responses, or memory that is swapped",
         aliases={"slime": "perf/train_time", "verl": "timing_s/update_actor"},
         differs="verl leaves the log-probs of the batch's start out",
     ),
-    Metric(
-        *("forward_backward_s", "perf", "s"),
-        "Time of the forward and backward passes of the update.",
-    ),
-    Metric(*("optimizer_s", "perf", "s"), "Time of the optimizer's steps of the update."),
-    Metric(
-        *("cpu_s", "perf", "s"),
+    "forward_backward_s": Metric("s", "Time of the forward and backward passes of the update."),
+    "optimizer_s": Metric("s", "Time of the optimizer's steps of the update."),
+    "cpu_s": Metric(
+        "s",
         "CPU seconds that the update took on the learner's first rank; not there on GPUs.",
         action="far below train_s: others have the cores (learner.threads, student.threads)",
     ),
-    Metric(
-        *("tokens_per_s", "perf", "tokens/s"),
+    "tokens_per_s": Metric(
+        "tokens/s",
         "Response tokens of the batch over the time since the update before: the speed of the "
         "whole pipeline.",
         action="falls: the window's idle ratios say which side waits",
     ),
-    Metric(
-        *("tflops_per_rank", "perf", "TFLOP/s"),
+    "tflops_per_rank": Metric(
+        "TFLOP/s",
         "Floating-point operations of the model per second and learner rank.",
         aliases={"slime": "perf/actor_train_tflops"},
     ),
-    Metric(
-        *("mfu", "perf", "share"),
+    "mfu": Metric(
+        "share",
         "tflops_per_rank over the GPU's bfloat16 peak; not there where the peak is not known.",
         aliases={"verl": "perf/mfu/actor"},
     ),
-    Metric(
-        *("peak_rss_bytes", "perf", "bytes"),
+    "peak_rss_bytes": Metric(
+        "bytes",
         "Largest memory of the learner's processes so far, summed over its ranks.",
         action="grows from update to update: a leak, please report it",
     ),
-    Metric(
-        *("rolling_samples", "perf", "samples"),
+    "rolling_samples": Metric(
+        "samples",
         "Prompts that waited for a rollout or were in one when the row was written.",
         action="0 beside a busy learner: raise rollout.concurrency or schedule.max_staleness",
     ),
-    Metric(
-        *("scoring_samples", "perf", "samples"),
+    "scoring_samples": Metric(
+        "samples",
         "Rollouts that waited for a teacher or were at one.",
         action="most of permits_in_use: the teacher limits; raise scoring.concurrency or "
         "teacher.servers",
     ),
-    Metric(
-        *("buffered_samples", "perf", "samples"),
+    "buffered_samples": Metric(
+        "samples",
         "Scored samples that waited for the learner.",
         action="full in every row: the learner limits; more ranks, or a lower "
         "schedule.max_staleness",
     ),
-    Metric(
-        *("permits_in_use", "perf", "samples"),
-        "Samples under way: rolling, scoring and buffered, and those of the update.",
+    "permits_in_use": Metric(
+        "samples", "Samples under way: rolling, scoring and buffered, and those of the update."
     ),
-    Metric(
-        *("window_learner_idle_ratio", "perf", "share"),
+    "window_learner_idle_ratio": Metric(
+        "share",
         "Share of the window in which the learner neither trained nor took part in a weight sync.",
         healthy=Range(0, 0.3),
         action="high: rollouts or teachers limit; add student.servers, raise rollout.concurrency "
         "or schedule.max_staleness",
         aliases={"verl": "fully_async/trainer/idle_ratio"},
     ),
-    Metric(
-        *("window_sampler_idle_ratio", "perf", "share"),
+    "window_sampler_idle_ratio": Metric(
+        "share",
         "Share of the window in which no prompt was in a rollout or waited for one, or the servers "
         "were paused.",
         healthy=Range(0, 0.3),
@@ -87,4 +83,4 @@ PERF = (
         "schedule.max_staleness, set weight_sync.overlap",
         aliases={"verl": "fully_async/rollouter/idle_ratio"},
     ),
-)
+}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from megatron_opd.metrics.metric import Metric, Range
 
-HEALTH = (
-    Metric(
-        *("health_topk_overlap", "teacher", "share"),
+HEALTH = {
+    "health_topk_overlap": Metric(
+        "share",
         "Share of the teacher's K likeliest ids (metrics.health_top_k) that are among the "
         "student's K likeliest, mean over tokens.",
         healthy=Range(0.5, 1),
@@ -14,77 +14,80 @@ HEALTH = (
         "nearer to it, or fine-tune the student on the teacher's answers first (opd sft)",
         aliases={"verl": "distillation/overlap_ratio"},
     ),
-    Metric(
-        *("health_overlap_advantage", "teacher", "nats"),
+    "health_overlap_advantage": Metric(
+        "nats",
         "Mean of q (log p - log q) over the ids in both, p the student and q the teacher; 0 where "
         "they agree, mostly below. None overlaps: null.",
         action="does not rise towards 0: the student does not learn from what both hold likely",
         aliases={"verl": "distillation/overlap_token_advantage"},
     ),
-    Metric(
-        *("health_teacher_mass", "teacher", "share"),
+    "health_teacher_mass": Metric(
+        "share",
         "Probability that the teacher gives to the student's K likeliest ids.",
         healthy=Range(0.7, 1),
         action="low: most of what the teacher would say is out of the student's reach; use forward "
         "KL (objective.type forward_kl with support.type teacher_topk)",
     ),
-    Metric(
-        *("health_student_entropy_nats", "teacher", "nats a token"),
+    "health_student_entropy_nats": Metric(
+        "nats a token",
         "Entropy of the student at its own answers, with the weights its servers have now.",
         action="far below the teacher's: the student is surer than what it learns from; look at "
         "entropy_nats over time",
     ),
-    Metric(
-        *("health_teacher_entropy_nats", "teacher", "nats a token"),
+    "health_teacher_entropy_nats": Metric(
+        "nats a token",
         "Entropy of the teacher at the student's answers.",
         action="far above the student's: the teacher does not know these texts; shorten "
         "rollout.max_new_tokens",
     ),
-    Metric(
-        *("health_loss_tokens_80", "teacher", "share"),
+    "health_loss_tokens_80": Metric(
+        "share",
         "Smallest share of tokens that carries 80% of the sum of |KL(p || q)| by token.",
         action="very low (below 0.02): few tokens make the update; a larger buffer.batch_size "
         "steadies it",
     ),
-    Metric(
-        *("health_eos_kl_nats", "teacher", "nats a token"),
+    "health_eos_kl_nats": Metric(
+        "nats a token",
         "KL(p || q) of whether the response ends at a token, mean over tokens.",
         healthy=Range(0, 0.01),
         action="rises: they disagree on when to stop; see the next column",
     ),
-    Metric(
-        *("health_eos_gap", "teacher", ""),
+    "health_eos_gap": Metric(
+        "",
         "Mean over tokens of the student's probability of ending minus the teacher's.",
         action="below 0 with growing responses: the student forgets to stop; look at length_stops",
     ),
-    Metric("health_tokens", "teacher", "tokens", "Tokens that these figures are of."),
-    Metric(
-        *("health_update", "teacher", ""),
-        "Update whose batch was measured; the row is the next one written after the answers.",
+    "health_tokens": Metric("tokens", "Tokens that these figures are of."),
+    "health_update": Metric(
+        "", "Update whose batch was measured; the row is the next one written after the answers."
     ),
-    Metric("health_s", "teacher", "s", "Time that the answers took, beside the run."),
-)
+    "health_s": Metric("s", "Time that the answers took, beside the run."),
+}
 """Figures of a few responses of every metrics.health_every updates (metrics/opd_health.py)."""
 
-TEACHER = (
-    Metric(
-        *("teacher_score_mean_nats", "teacher", "nats"),
+TEACHER = {
+    "samples_without_teacher": Metric(
+        "samples",
+        "Responses of the batch for which no teacher was asked: masked, of teacher weight 0, or "
+        "with an objective that reads none.",
+    ),
+    "teacher_score_mean_nats": Metric(
+        "nats",
         "Mean log-prob that the teacher gives the sampled tokens of the batch.",
         healthy=Range(None, 0),
         action="falls: the student leaves what the teacher knows; near -ln of the vocabulary's "
         "size: the server is broken (scoring.guard)",
     ),
-    Metric(
-        *("teacher_score_std_nats", "teacher", "nats"),
+    "teacher_score_std_nats": Metric(
+        "nats",
         "Standard deviation of those log-probs.",
         healthy=Range(1e-4, None),
         action="about 0: the teacher's server answers a constant; look at its log",
     ),
-    Metric(
-        *("teacher_near_uniform_fraction", "teacher", "share"),
+    "teacher_near_uniform_fraction": Metric(
+        "share",
         "Share of those log-probs within 0.05 nats of a uniform distribution's.",
         healthy=Range(0, 0.25),
         action="high: the teacher's head was not loaded, or its model is untrained",
     ),
-    *HEALTH,
-)
+}

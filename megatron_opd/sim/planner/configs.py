@@ -28,7 +28,7 @@ def chosen_tree(config: Config, candidate: Candidate, gpu: str, memory_gib: floa
     parallel = candidate.learner.parallel.model_dump(mode="json")
     learner = _section(tree, "learner")
     _drop(learner, "gpus")
-    learner |= {"parallel": _told(parallel), "gpu_memory_gib": memory_gib}
+    learner |= {"parallel": _without_defaults(parallel), "gpu_memory_gib": memory_gib}
     schedule = _section(tree, "schedule")
     _drop(schedule, "hold_batches", "max_age")
     chosen = candidate.schedule.config.model_dump(mode="json")
@@ -62,6 +62,6 @@ def _drop(section: Tree, *names: str) -> None:
         section.pop(name, None)
 
 
-def _told(parallel: Tree) -> Tree:
+def _without_defaults(parallel: Tree) -> Tree:
     """Return a layout without what is left out by default."""
     return {name: value for name, value in parallel.items() if value is not None}

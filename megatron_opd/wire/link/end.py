@@ -9,13 +9,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-import zmq.asyncio
-
 from megatron_opd.config.sites import LinkConfig
 from megatron_opd.wire.link.events import Event, LinkRefused
 from megatron_opd.wire.link.inbox import LinkInbox
 from megatron_opd.wire.link.peer import Peer
-from megatron_opd.wire.link.sockets import LINGER_MS
 from megatron_opd.wire.link.wire import PROCESS_BYTES
 
 FLUSH_S = 0.01
@@ -30,7 +27,6 @@ class End(ABC):
         self._inbox = LinkInbox()
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix=name)
         self._process = secrets.token_bytes(PROCESS_BYTES)
-        self._context = zmq.asyncio.Context()
         self._beat_s = min(settings.heartbeat_s, settings.silence_s) / 4
         self._closed = False
 
@@ -40,6 +36,9 @@ class End(ABC):
 
     @abstractmethod
     async def _run(self) -> None: ...
+
+    @abstractmethod
+    def _close_sockets(self) -> None: ...
 
     @abstractmethod
     def _all_peers(self) -> Sequence[Peer]: ...
@@ -52,6 +51,7 @@ class End(ABC):
         error = None if task.cancelled() else task.exception()
         while isinstance(error, BaseExceptionGroup):
             error = error.exceptions[0]
+        self._close_sockets()  # here, as a task that was cancelled before it began has run nothing
         self._inbox.fail(error or LinkRefused("the link is closed"))
         for peer in self._all_peers():
             peer.wake()
@@ -68,7 +68,6 @@ class End(ABC):
         self._task.cancel()
         await asyncio.wait([self._task])
         self._pool.shutdown(wait=False, cancel_futures=True)
-        self._context.destroy(linger=LINGER_MS)
 
     def _waits(self) -> bool:
         # also for who is to connect again: its connection may have broken just now

@@ -10,15 +10,13 @@ import asyncio
 import logging
 import random
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Mapping, Sequence
 
 import zmq
-import zmq.asyncio
-from zmq.utils.monitor import recv_monitor_message
 
 from megatron_opd.config.sites import LinkConfig
-from megatron_opd.wire.gate import Gate, name_of, show_keys
+from megatron_opd.wire.dealer import Connected, Dealer, Disconnected, LostHow
+from megatron_opd.wire.gate import name_of
 from megatron_opd.wire.link.counts import LinkCounts
 from megatron_opd.wire.link.end import End
 from megatron_opd.wire.link.events import LinkRefused
@@ -26,7 +24,6 @@ from megatron_opd.wire.link.flood import BUFFERS_BYTES, Flood
 from megatron_opd.wire.link.peer import Peer
 from megatron_opd.wire.link.routes import Greeting, Routes
 from megatron_opd.wire.link.sending import LinkBreach
-from megatron_opd.wire.link.sockets import FRAMES_WAITING, prepared, put
 from megatron_opd.wire.link.wire import (
     MAX_FRAME_EXTRA,
     URGENT,
@@ -36,7 +33,8 @@ from megatron_opd.wire.link.wire import (
     RefusalNote,
     note,
 )
-from megatron_opd.wire.receiving import received
+from megatron_opd.wire.router import PeerGone, Router, StrangerGone
+from megatron_opd.wire.sockets import PeerMessage, SocketLimits
 from sglang_bridge.errors import one_line
 from sglang_bridge.refusals import Refusals
 
@@ -51,13 +49,11 @@ GREETING_S = 10.0
 """Time within which a connection must be greeted."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.05, 2.0
 """Times between two attempts to connect; each doubles the one before."""
-CLIENT_EVENTS = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-)
+FRAMES_WAITING = 16
+"""Messages of a connection that wait for this process; then TCP holds the sender up."""
+LEAVING_WAITING = 1024
+"""Messages to a peer that wait for TCP. Far fewer are ever on their way to one that reads."""
+LINGER_MS = 200
 
 
 class LinkServer(End):
@@ -82,23 +78,20 @@ class LinkServer(End):
     ) -> None:
         super().__init__(settings, 4, "link server")
         self._refusals = Refusals(logger, "on the sites' socket")
-        self._socket = prepared(self._context, zmq.ROUTER, settings)
-        self._socket.set(zmq.ROUTER_MANDATORY, 1)
-        frame_bytes = settings.chunk_bytes + MAX_FRAME_EXTRA
-        self._flood = Flood(2 * (FRAMES_WAITING + 1) * frame_bytes + BUFFERS_BYTES)
-        self._gate = Gate(self._context, self._socket, secret_key, peers, self._flood.begins)
+        limits = limits_of(settings)
+        self._flood = Flood(2 * (limits.waiting_in + 1) * limits.frame_bytes + BUFFERS_BYTES)
         try:
-            self._socket.bind(address)
+            self._router = Router(address, secret_key, peers, limits, accepted=self._flood.begins)
         except zmq.ZMQError as error:
-            self._gate.close()
-            self._context.destroy(linger=0)
             raise ValueError(f"cannot listen on {address}: {error}") from None
-        self.address = self._socket.get_string(zmq.LAST_ENDPOINT)
+        self.address = self._router.address
         self._peers = {
             name: Peer(name, self._process, settings, message_bytes, self._inbox, self._pool)
             for name in peers
         }
         self._routes = Routes(list(peers))
+        self._greeted: set[bytes] = set()
+        """Routes over which a greeting came, until their connections end."""
         self._start("link server")
 
     @property
@@ -109,7 +102,7 @@ class LinkServer(End):
     @property
     def keys_refused(self) -> dict[str, int]:
         """Returns the number of unknown keys by the address that showed them."""
-        return dict(self._gate.refused)
+        return dict(self._router.keys_refused)
 
     async def send(self, peer: str, parts: Sequence[Buffer], lane: int = URGENT) -> None:
         """Send a message; waits while more than outbox_bytes wait. It must not be changed then.
@@ -126,16 +119,14 @@ class LinkServer(End):
         return list(self._peers.values())
 
     async def _run(self) -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._gate.answer(), name="link gate")
-                group.create_task(self._serve(), name="link messages")
-                group.create_task(self._beat(), name="link heartbeats")
-                for peer in self._peers.values():
-                    group.create_task(peer.pump(), name=f"link to {peer.name}")
-        finally:
-            self._gate.close()
-            self._socket.close()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._serve(), name="link messages")
+            group.create_task(self._beat(), name="link heartbeats")
+            for peer in self._peers.values():
+                group.create_task(peer.pump(), name=f"link to {peer.name}")
+
+    def _close_sockets(self) -> None:
+        self._router.close(LINGER_MS)
 
     async def _beat(self) -> None:
         while True:
@@ -146,19 +137,15 @@ class LinkServer(End):
                 self._refusals.add("a connection over which a message without end came")
 
     async def _serve(self) -> None:
-        poller = zmq.asyncio.Poller()
-        poller.register(self._socket, zmq.POLLIN)
-        poller.register(self._gate.monitor, zmq.POLLIN)
         while True:
-            await poller.poll()
-            self._gate.look()
-            while (message := received(self._socket)) is not None:
-                identity, *frames = message
-                if frames:
-                    self._flood.speaks(int(cast(Any, frames[0].get(zmq.SRCFD))))
-                    await self._take(identity.bytes, frames)
-            for peer in self._gate.ended():
-                if peer is None:
+            match await self._router.next():
+                case PeerMessage(frames, route):
+                    if frames:
+                        self._flood.speaks(int(frames[0].get(zmq.SRCFD)))
+                        await self._take(route, frames)
+                case PeerGone(route) if route in self._greeted:
+                    self._greeted.remove(route)
+                case PeerGone() | StrangerGone():
                     self._refusals.add("a connection that ended without a greeting")
 
     async def _take(self, route: bytes, frames: Sequence[zmq.Frame]) -> None:
@@ -177,7 +164,7 @@ class LinkServer(End):
             return
         record = peer.read(buffers)
         if isinstance(record, LinkHello):
-            self._gate.name(frames[0], route)
+            self._greeted.add(route)
             self._greet(peer, route, record)
         elif record is not None:
             peer.channel.tally.refuse(NOT_NEWEST)
@@ -197,14 +184,22 @@ class LinkServer(End):
         former = self._routes.put(peer.name, process, number, route)
         if former is not None:
             self._refuse(former, f"a newer process has the name {peer.name}")
-        put(self._socket, [route, note(LinkWelcome(peer.channel.report, number), 0)])
+        self._put(route, [note(LinkWelcome(peer.channel.report, number), 0)])
 
     def _send(self, peer: Peer, route: bytes, frames: Sequence[Buffer]) -> None:
-        if not put(self._socket, [route, *frames]) and self._routes.end(peer.name, route):
+        if not self._put(route, frames) and self._routes.end(peer.name, route):
             peer.leave()
 
     def _refuse(self, route: bytes, cause: str) -> None:
-        put(self._socket, [route, note(RefusalNote(cause), 0)])
+        self._put(route, [note(RefusalNote(cause), 0)])
+
+    def _put(self, route: bytes, frames: Sequence[Buffer]) -> bool:
+        """Send; returns whether it could be: the connection is there, and not too much waits."""
+        try:
+            self._router.send(route, frames)
+        except zmq.ZMQError:
+            return False
+        return True
 
     def _banish(self, peer: Peer, process: bytes, route: bytes, cause: str) -> None:
         """Refuse everything more of a process that did what it must not."""
@@ -236,6 +231,7 @@ class LinkClient(End):
         message_bytes: int = MESSAGE_BYTES,
     ) -> None:
         super().__init__(settings, 2, "link client")
+        self._context = zmq.Context()
         self._address, self._secret, self._server = address, secret_key, server_public_key
         self._peer = Peer(SERVER, self._process, settings, message_bytes, self._inbox, self._pool)
         self._number = 0
@@ -261,47 +257,46 @@ class LinkClient(End):
             group.create_task(self._peer.pump(), name="link to the server")
             group.create_task(self._connect(), name="link connections")
 
+    def _close_sockets(self) -> None:
+        self._context.term()
+
     async def _connect(self) -> None:
-        pause_s = FIRST_PAUSE_S
+        pause_s, limits = FIRST_PAUSE_S, limits_of(self._settings)
         while True:
             self._greeted = False
-            socket = prepared(self._context, zmq.DEALER, self._settings)
-            socket.set(zmq.RECONNECT_IVL, -1)
-            show_keys(socket, self._server, self._secret)
-            monitor = socket.get_monitor_socket(CLIENT_EVENTS)
+            ours = (self._address, self._server, self._secret)
+            dealer = Dealer(self._context, *ours, limits, reconnects=False)
             try:
-                await self._serve(socket, cast(zmq.asyncio.Socket, monitor))
+                await self._serve(dealer)
             finally:
                 self._peer.leave()
-                socket.disable_monitor()
-                monitor.close(linger=0)
-                socket.close(linger=0)
+                dealer.close()
             pause_s = FIRST_PAUSE_S if self._greeted else min(2 * pause_s, LONGEST_PAUSE_S)
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
 
-    async def _serve(self, socket: zmq.asyncio.Socket, monitor: zmq.asyncio.Socket) -> None:
+    async def _serve(self, dealer: Dealer) -> None:
         """Talk over one connection until it is of no use any more."""
-        poller = zmq.asyncio.Poller()
-        poller.register(socket, zmq.POLLIN)
-        poller.register(monitor, zmq.POLLIN)
-        socket.connect(self._address)
         self._number += 1
-        put(socket, [note(LinkHello(self._peer.channel.report, self._number), 0)])
+        dealer.send([note(LinkHello(self._peer.channel.report, self._number), 0)])
         since_s = time.monotonic()
         while True:
-            await poller.poll(int(self._beat_s * 1000) + 1)
-            has_ended = await self._has_ended(monitor)
-            while (frames := received(socket)) is not None:
-                await self._take(socket, frames)
-                if not self._greeted:  # the Welcome comes first, so it was damaged or lost
+            match await dealer.next(self._beat_s):
+                case PeerMessage() as message:
+                    await self._take(dealer, message.buffers)
+                    if not self._greeted:  # the Welcome comes first, so it was damaged or lost
+                        return
+                case Disconnected(LostHow.KEY_REFUSED) if not self._peer.channel.peer:
+                    raise LinkRefused("the server does not know this key")
+                case Disconnected():
                     return
+                case Connected() | None:
+                    pass
             silent_s = self._peer.tick()
             late = not self._greeted and time.monotonic() - since_s > GREETING_S
-            if has_ended or late or (self._greeted and silent_s > self._settings.silence_s):
+            if late or (self._greeted and silent_s > self._settings.silence_s):
                 return
 
-    async def _take(self, socket: zmq.asyncio.Socket, frames: Sequence[zmq.Frame]) -> None:
-        buffers = [frame.buffer for frame in frames]
+    async def _take(self, dealer: Dealer, buffers: Sequence[memoryview]) -> None:
         if self._greeted:
             try:
                 refused = await self._peer.hear(buffers)
@@ -315,17 +310,18 @@ class LinkClient(End):
             raise LinkRefused(one_line(record.cause))
         if isinstance(record, LinkWelcome) and record.number == self._number:
             try:
-                self._peer.meet(record.report, self._number, lambda out: put(socket, out))
+                self._peer.meet(record.report, self._number, dealer.send)
             except LinkBreach as breach:
                 raise LinkRefused(f"the server: {breach}") from None
             self._greeted = True
 
-    async def _has_ended(self, monitor: zmq.asyncio.Socket) -> bool:
-        """Return whether the connection is gone. LinkRefused: the server never knew our key."""
-        found = False
-        while await monitor.poll(0):
-            event = await cast(Awaitable[Any], recv_monitor_message(monitor))
-            found = True
-            if event["event"] == zmq.EVENT_HANDSHAKE_FAILED_AUTH and not self._peer.channel.peer:
-                raise LinkRefused("the server does not know this key")
-        return found
+
+def limits_of(settings: LinkConfig) -> SocketLimits:
+    """Return how much a peer can make this process hold for it."""
+    # our heartbeats notice a break; ZeroMQ's only clear up connections that nobody speaks on
+    return SocketLimits(
+        settings.chunk_bytes + MAX_FRAME_EXTRA,
+        waiting_in=FRAMES_WAITING,
+        waiting_out=LEAVING_WAITING,
+        silence_ms=round(settings.silence_s * 1000),
+    )

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_opd.batching.apart import pack_apart
+from megatron_opd.batching.per_rank import pack_per_rank
 from megatron_opd.batching.steps import Step, by_rank, load_of, pack_steps
 
 
@@ -100,7 +100,7 @@ def test_ranks_wait_less_than_with_shares_of_their_own(budget: int, each: int):
     draw = random.Random(each)
     lengths = [200 + min(16384, round(draw.lognormvariate(8.05, 0.7))) for _ in range(each)]
     steps = pack_steps(range(each), lengths, ranks=8, budget=budget)
-    apart = pack_apart(range(each), lengths, ranks=8, budget=budget)
+    apart = pack_per_rank(range(each), lengths, ranks=8, budget=budget)
     heaviest_first = [list(step) for step in zip(*apart, strict=True)]
     by_sample = [list(step) for step in zip(*map(sorted, apart), strict=True)]
     ours = seconds(steps, lengths)

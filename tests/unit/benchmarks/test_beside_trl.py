@@ -1,41 +1,29 @@
 import json
+import os
+import subprocess
 
 import pytest
 
 from benchmarks.beside_trl.cases import NO_LEARNING, cases, opd_config, trl_arguments
 from benchmarks.beside_trl.models import endless, id_of, with_end
-from benchmarks.beside_trl.processes import (
-    Process,
-    Sample,
-    cpu_between,
-    cpu_ticks,
-    descendants,
-    parts_of,
-    pss_bytes,
-)
+from benchmarks.beside_trl.processes import Process, Sample, below, cpu_between, parts_of
 from benchmarks.beside_trl.run import opd_steps, trl_steps
 from benchmarks.beside_trl.summary import summary
 from megatron_opd.config.schema import Config
 
-ROLLUP = "5581-7ffd ---p 00000000 00:00 0  [rollup]\nRss: 900 kB\nPss_Anon: 600 kB\nPss: 700 kB\n"
 
-
-def test_pss_is_that_line_alone_in_bytes():
-    assert pss_bytes(ROLLUP) == 700 * 1024
-
-
-def test_a_rollup_without_pss_is_refused():
-    with pytest.raises(ValueError, match="no line Pss:"):
-        pss_bytes("Rss: 900 kB\nPss_Anon: 600 kB\n")
-
-
-def test_ticks_are_the_process_s_own_and_its_name_may_hold_brackets():
-    numbers = " ".join(str(n) for n in range(4, 30))
-    assert cpu_ticks(f"12 (a) b) S {numbers}") == (4, 14 + 15)
-
-
-def test_descendants_leave_out_what_others_started():
-    assert set(descendants(10, {10: 1, 11: 10, 12: 11, 20: 1, 21: 20})) == {10, 11, 12}
+def test_what_is_below_a_process_is_itself_and_what_it_started():
+    with subprocess.Popen(["sleep", "600"]) as child:
+        found = {each.pid: each for each in below(os.getpid())}
+        alone = below(child.pid)
+        child.kill()
+    assert found[child.pid].parent == os.getpid() in found
+    assert os.getppid() not in found
+    assert found[child.pid].command == "sleep 600"
+    assert found[os.getpid()].resident_bytes > found[child.pid].resident_bytes > 0
+    assert found[os.getpid()].cpu_s > 0
+    assert [each.pid for each in alone] == [child.pid]
+    assert below(child.pid) == [], "it has ended"
 
 
 def test_a_process_belongs_to_the_part_of_its_nearest_named_ancestor():

@@ -3,22 +3,19 @@
 import json
 import os
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks import weight_sync
-from benchmarks.weight_sync.cases import BEFORE, SIZES, Case, chosen_cases
-from benchmarks.weight_sync.older import check_out
+from benchmarks.weight_sync.cases import SIZES, Case, chosen_cases
 from benchmarks.weight_sync.processes import measured
 from benchmarks.weight_sync.summary import ratios
-from harness.tree import ROOT
 from megatron_opd.config.schema import Config
 
 MIB = 2**20
-HERE = ("--tiny", "--before", "HEAD")
+TINY = ("--tiny",)
 
 
 def figures(seconds: float, differing: tuple[str, ...] = ("rank 0 a",)) -> dict[str, Any]:
@@ -46,39 +43,40 @@ def figures(seconds: float, differing: tuple[str, ...] = ("rank 0 a",)) -> dict[
 class Cases:
     """Stands for running cases: says what they leave, and which were run."""
 
-    def __init__(self, **made: dict[str, Any]) -> None:
-        self.made, self.run, self.trees = made, list[str](), list[Path]()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, **made: dict[str, Any]) -> None:
+        self.made, self.run = made, list[str]()
+        monkeypatch.setattr(weight_sync, "run_case", self)
 
-    def __call__(self, case: Case, tree: Path, model: Path, scratch: Path) -> dict[str, Any]:
+    def __call__(self, case: Case, model: Path, scratch: Path) -> dict[str, Any]:
         assert (model / "model.safetensors").exists()
         self.run.append(case.way)
-        self.trees.append(tree)
         return self.made.get(case.way, figures(2.0))
 
 
 def test_it_goes_on_where_it_was_and_a_change_of_code_runs_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    rows, cases = tmp_path / "runs" / "rows.jsonl", Cases(before=figures(6.0))
-    part = weight_sync.measure([*HERE, "--limit", "1"], rows=rows, run=cases)
-    assert part["missing"] == ["tp2_to_tp1-before"]
-    whole = weight_sync.measure(HERE, rows=rows, run=cases)
-    assert cases.run == ["shards", BEFORE], "no case is run twice"
-    assert cases.trees[0] == ROOT != cases.trees[1]
+    rows, cases = tmp_path / "runs" / "rows.jsonl", Cases(monkeypatch, broadcast=figures(6.0))
+    part = weight_sync.measure([*TINY, "--limit", "1"], rows=rows)
+    assert part["missing"] == ["tp2_to_tp1-broadcast"]
+    whole = weight_sync.measure(TINY, rows=rows)
+    assert cases.run == ["shards", "broadcast"], "no case is run twice"
     assert whole["missing"] == whole["failed"] == []
-    assert whole["times_shards"]["tp2_to_tp1"][BEFORE]["seconds"] == 3
+    assert whole["times_shards"]["tp2_to_tp1"]["broadcast"]["seconds"] == 3
     row = whole["cases"]["tp2_to_tp1-shards"]
     assert row["learner_held_s"] == 0.5
     assert (row["verify_s"], row["received_over_shard"], row["cpu_s"]) == (4.0, [1.25], 2.0)
-    monkeypatch.setattr(Case, "fingerprint", lambda case, tree: "other code")
-    weight_sync.measure(HERE, rows=rows, run=cases)
-    assert cases.run == ["shards", BEFORE] * 2
+    monkeypatch.setattr(Case, "fingerprint", lambda case: "other code")
+    weight_sync.measure(TINY, rows=rows)
+    assert cases.run == ["shards", "broadcast"] * 2
 
 
 @pytest.mark.parametrize("differing", [(), ("rank 0 a", "rank 1 b")])
-def test_a_flipped_bit_that_is_not_found_alone_fails(tmp_path: Path, differing: tuple[str, ...]):
-    cases = Cases(shards=figures(2.0, differing))
-    found = weight_sync.measure(HERE, rows=tmp_path / "rows.jsonl", run=cases)
+def test_a_flipped_bit_that_is_not_found_alone_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, differing: tuple[str, ...]
+):
+    Cases(monkeypatch, shards=figures(2.0, differing))
+    found = weight_sync.measure(TINY, rows=tmp_path / "rows.jsonl")
     assert found["failed"] == ["tp2_to_tp1-shards"]
 
 
@@ -91,23 +89,6 @@ def test_a_figure_that_was_not_measured_has_no_ratio():
     assert found["seconds"] is found["tokens_lost"] is found["sent_bytes_max"] is None
     assert found["paused_s"] == 1
     assert ratios({"broadcast": keys | one}) == {}
-
-
-def test_a_commit_that_is_not_there_is_one_line(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit, match="2"):
-        weight_sync.measure(["--before", "no-such-commit"])
-    last = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "--before no-such-commit: this checkout has no such commit" in last
-
-
-def test_an_older_commit_is_unpacked_beside_and_git_does_not_know(tmp_path: Path):
-    listed = ["git", "worktree", "list"]
-    before = subprocess.run(listed, cwd=ROOT, capture_output=True, check=True).stdout
-    tree = check_out("HEAD", tmp_path / "tree")
-    assert (tree / "megatron_opd" / "weight_sync" / "session.py").is_file()
-    assert (tree / "benchmarks" / "weight_sync" / "case.py").is_file()
-    assert not (tree / "benchmarks" / "results").exists()
-    assert subprocess.run(listed, cwd=ROOT, capture_output=True).stdout == before
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -6,9 +6,10 @@ from statistics import NormalDist, fmean, median, pvariance
 
 import pytest
 
-from megatron_opd.buffer.delays import batch_plan, delay_s, quantile_s, stream_of
+from megatron_opd.buffer.delays import DelayStream, batch_plan, quantile_s
 from megatron_opd.config.delays import DelayConfig, DelayType
 from megatron_opd.config.schedule import ScheduleConfig
+from tests.support.config_files import minimal
 
 LOW_S, HIGH_S = 60.0, 1800.0
 DRAWS = 4000
@@ -21,7 +22,8 @@ def made(kind: DelayType, time_scale: float = 1.0) -> DelayConfig:
 
 
 def draws(config: DelayConfig, seed: int = 1, stream: str = "east/weights") -> list[float]:
-    return [delay_s(config, seed, stream, i) for i in range(DRAWS)]
+    delays = DelayStream(config, seed, stream)
+    return [delays.seconds(i) for i in range(DRAWS)]
 
 
 # ------------------------------------------------------------ the distributions, by their functions
@@ -130,7 +132,8 @@ def test_ends_as_far_apart_as_floats_are_make_no_overflow(kind: DelayType):
 def test_a_draw_follows_from_seed_stream_and_number_alone():
     config = made("lognormal")
     whole = draws(config)
-    assert [delay_s(config, 1, "east/weights", i) for i in reversed(range(20))] == whole[19::-1]
+    again = DelayStream(config, 1, "east/weights")
+    assert [again.seconds(i) for i in reversed(range(20))] == whole[19::-1]
     assert draws(config) == whole
     for other in (draws(config, seed=2), draws(config, stream="west/weights")):
         assert not set(other[:500]) & set(whole[:500])
@@ -156,13 +159,19 @@ def test_constant_and_none_are_always_the_same():
 
 
 def test_what_a_site_receives_and_sends_is_delayed_apart():
-    config = made("lognormal")
-    streams = (
-        stream_of("east", "weights"),
-        stream_of("east", "samples"),
-        stream_of("west", "samples"),
+    delays = {"type": "lognormal", "low_s": LOW_S, "high_s": HIGH_S}
+    members = {"members": {"east": {}, "west": {}}}
+    config = minimal(
+        sites=members | {"weight_delays": delays, "sample_delays": delays},
+        weight_sync={"type": "disk", "directory": "unused"},
+        evaluation={"problems": 0},
     )
-    found = [[delay_s(config, 7, stream, i) for i in range(5)] for stream in streams]
+    streams = (
+        DelayStream.of(config, "east", "weights"),
+        DelayStream.of(config, "east", "samples"),
+        DelayStream.of(config, "west", "samples"),
+    )
+    found = [[stream.seconds(i) for i in range(5)] for stream in streams]
     assert len({delay for delays in found for delay in delays}) == 15
 
 
@@ -190,7 +199,7 @@ def test_a_batchs_staleness_is_its_share_of_the_longest_delay(kind: DelayType):
 
 
 def stale_draws(kind: DelayType) -> list[float]:
-    return [delay_s(made(kind), 1, "batches", update) for update in range(DRAWS)]
+    return draws(made(kind), stream="batches")
 
 
 def test_a_constant_delay_makes_each_batch_as_old_as_it_can_be():

@@ -22,7 +22,7 @@ from megatron_opd.controller.ports import Ports
 from megatron_opd.records.types import Batch
 from megatron_opd.sim.clock import run_virtual
 from tests.support.fakes import Fleet, Learner, Teacher, WeightSyncer, Witness, make_sample, prompts
-from tests.support.schedules import planned
+from tests.support.schedules import planned, random_schedules
 
 
 def test_permits_are_bounded_and_counted():
@@ -79,19 +79,7 @@ def test_check_refuses_samples_too_old_and_from_the_future():
         check_staleness(Batch(0, 2, (make_sample(0, 3),)), 4)
 
 
-def random_run(
-    seed,
-    *,
-    updates,
-    batch_size,
-    tau,
-    slots,
-    drop_rate,
-    spread,
-    group_size=1,
-    hold=0,
-    controller=Controller,
-):
+def random_run(seed, schedule, *, drop_rate, spread, controller=Controller):
     """One run with log-normal durations, exponents widened by `spread`."""
     random_ = random.Random(seed)
     durations = [random_.lognormvariate(0, 1) ** spread for _ in range(10_000)]
@@ -105,7 +93,6 @@ def random_run(
     learner = Learner(lambda update: durations[update + 2000])
     weight_sync = WeightSyncer(fleet, learner, lambda version: durations[version + 3000] / 4)
     witness = Witness()
-    schedule = planned(updates, batch_size, tau, slots, slots, group_size, hold_batches=hold)
     ports = Ports(prompts(), fleet, teacher, learner, weight_sync, witness)
     running = controller(schedule, ports)
     accounting = run_virtual(running.run())
@@ -120,30 +107,16 @@ def uids_of(batch):
 @settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    updates=st.integers(1, 8),
-    groups=st.integers(1, 6),
-    group_size=st.sampled_from([1, 1, 2, 3, 4]),
-    tau=st.integers(0, 4),
-    hold=st.integers(0, 4),
-    slots=st.integers(1, 40),
+    schedule=random_schedules(groups=6, group_sizes=(1, 1, 2, 3, 4), slots=40),
     drop_rate=st.sampled_from([0.0, 0.03, 0.1]),
     spread=st.integers(0, 3),
 )
-def test_the_bound_holds_and_nothing_is_lost(
-    seed, updates, groups, group_size, tau, hold, slots, drop_rate, spread
-):
-    batch_size, hold = groups * group_size, min(hold, tau)
-    accounting, batches, witness = random_run(
-        seed,
-        updates=updates,
-        batch_size=batch_size,
-        tau=tau,
-        slots=slots,
-        drop_rate=drop_rate / group_size,  # 16 drops in a row would end the run
-        spread=spread,
-        group_size=group_size,
-        hold=hold,
-    )
+def test_the_bound_holds_and_nothing_is_lost(seed, schedule, drop_rate, spread):
+    updates, batch_size, group_size = schedule.updates, schedule.batch_size, schedule.group_size
+    tau = int(schedule.kind.max_staleness)
+    # 16 drops in a row would end the run
+    drop_rate /= group_size
+    accounting, batches, witness = random_run(seed, schedule, drop_rate=drop_rate, spread=spread)
     staleness = [staleness_versions(s, batch.version) for batch in batches for s in batch.samples]
     assert max(staleness) <= tau
     assert min(staleness) >= 0
@@ -177,17 +150,8 @@ def test_the_bound_holds_and_nothing_is_lost(
 def test_holding_back_tau_batches_makes_the_staleness_exact(
     seed, tau, group_size, drop_rate, slots
 ):
-    _, batches, _ = random_run(
-        seed,
-        updates=tau + 4,
-        batch_size=4,
-        tau=tau,
-        slots=slots,
-        drop_rate=drop_rate,
-        spread=2,
-        group_size=group_size,
-        hold=tau,
-    )
+    schedule = planned(tau + 4, 4, tau, slots, slots, group_size, hold_batches=tau)
+    _, batches, _ = random_run(seed, schedule, drop_rate=drop_rate, spread=2)
     for k, batch in enumerate(batches):
         (span,) = {sample.rollout.spans for sample in batch.samples}
         (version,) = {part.version for part in span}
@@ -198,7 +162,7 @@ def test_holding_back_more_than_the_permits_allow_stalls(monkeypatch: pytest.Mon
     """Why hold_batches is bounded by max_staleness."""
     monkeypatch.setattr("megatron_opd.config.schedule._held", lambda schedule: None)
     with pytest.raises(RuntimeError, match="deadlock"):
-        random_run(0, updates=9, batch_size=2, tau=1, slots=9, drop_rate=0, spread=0, hold=2)
+        random_run(0, planned(9, 2, 1, 9, 9, hold_batches=2), drop_rate=0, spread=0)
 
 
 class KeepsScoredMembers(Controller):
@@ -210,10 +174,8 @@ class KeepsScoredMembers(Controller):
 
 
 def test_keeping_the_scored_members_of_a_broken_group_is_noticed():
-    settings_ = {"updates": 6, "batch_size": 4, "tau": 2, "slots": 3, "drop_rate": 0.1}
-    _, batches, _ = random_run(
-        1, **settings_, spread=2, group_size=2, controller=KeepsScoredMembers
-    )
+    schedule = planned(6, 4, 2, 3, 3, group_size=2)
+    _, batches, _ = random_run(1, schedule, drop_rate=0.1, spread=2, controller=KeepsScoredMembers)
     members = Counter(uid // 2 for batch in batches for uid in uids_of(batch))
     assert 1 in members.values()
 

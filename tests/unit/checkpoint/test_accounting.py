@@ -194,7 +194,7 @@ def test_config_json_of_a_model_of_the_same_shapes_is_refused(field: str, tmp_pa
         megatron_to_hf(tmp_path / "m", tmp_path / "hf", dtype=None, crew=Crew(), model=described)
     assert "\n" not in str(told.value)
     same = tiny_qwen2(
-        *(tmp_path / "same",),
+        tmp_path / "same",
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=64,

@@ -3,6 +3,7 @@
 import io
 import os
 import pickle
+import resource
 import struct
 from collections.abc import Callable
 from pathlib import Path, PosixPath
@@ -164,6 +165,16 @@ def test_a_payload_is_refused_and_not_run(tmp_path: Path, where: str) -> None:
 def test_names_near_the_allowed_ones_are_not_allowed(names: bytes) -> None:
     with pytest.raises((MetadataRefused, pickle.UnpicklingError, ValueError)):
         unpickle(io.BytesIO(names))
+
+
+@pytest.mark.parametrize("keeps", [b"r" + struct.pack("<I", 1 << 30), b"p1073741824\n"])
+def test_a_few_bytes_do_not_ask_for_gigabytes(keeps: bytes) -> None:
+    """Before: Python's reader made an array of 2 ** 31 entries for them."""
+    used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(MetadataRefused, match="keeps a value as number 1073741824"):
+        unpickle(io.BytesIO(b"\x80\x04N" + keeps + b"."))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - used < 1 << 20
+    assert unpickle(io.BytesIO(b"\x80\x02Nr\x07\0\0\0.")) is None
 
 
 RECORDS = b"ctorch.distributed.checkpoint.metadata\n"

@@ -33,12 +33,12 @@ def without(module: str, name: str, result: Any = None) -> Break:
 def careless_taking(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take whatever a worker gives."""
 
-    def taken(address: str, missing: set[str], name: bytes, frames: Any) -> str:
+    def asked_key(address: str, missing: set[str], name: bytes, frames: Any) -> str:
         key = bytes(name).decode("utf-8", "replace")
         missing.discard(key)
         return key
 
-    monkeypatch.setattr("checks.fuzz.targets.worker_samples.taken", taken)
+    monkeypatch.setattr("checks.fuzz.targets.worker_samples.asked_key", asked_key)
 
 
 def second_calls(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,9 +65,9 @@ def silent_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def repeated_keys(monkeypatch: pytest.MonkeyPatch) -> None:
     """See no key twice."""
-    from megatron_opd.data_workers import giving
+    from megatron_opd.data_workers import data_server
 
-    monkeypatch.setattr(giving, "set", list, raising=False)
+    monkeypatch.setattr(data_server, "set", list, raising=False)
 
 
 def late_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,9 +134,9 @@ CONTROLS: list[tuple[str, Break]] = [
     ("worker_answers", without("megatron_opd.data_workers.pool", "generated_fault")),
     ("worker_answers", without("megatron_opd.data_workers.pool", "judged_fault")),
     ("worker_answers", without("megatron_opd.data_workers.pool", "scored_fault")),
-    ("worker_answers", without("megatron_opd.data_workers.pool", "whole_fault")),
-    ("worker_answers", without("megatron_opd.data_workers.links", "address_fault")),
-    ("worker_orders", without("megatron_opd.data_workers.holding", "_check_ids")),
+    ("worker_answers", without("megatron_opd.data_workers.pool", "fetched_fault")),
+    ("worker_answers", without("megatron_opd.data_workers.connections", "address_fault")),
+    ("worker_orders", without("megatron_opd.data_workers.store", "_check_ids")),
     ("worker_orders", second_calls),
     ("worker_orders", silent_garbage),
     ("worker_questions", repeated_keys),

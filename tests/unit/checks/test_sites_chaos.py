@@ -22,7 +22,8 @@ from checks.sites_chaos.liar import AHEAD, HONEST, KINDS, SERVING, lying
 from checks.sites_chaos.parties import Party, proxied
 from megatron_opd.sites import site_weights
 from megatron_opd.sites.checking import Forged, received_sample
-from megatron_opd.sites.sampling import Finished, SiteSampling
+from megatron_opd.sites.outbox import Finished
+from megatron_opd.sites.sampling import SiteSampling
 from tests.support.fakes import make_prompt
 from tests.support.hub_links import RULES, done_of, sample_of
 
@@ -241,14 +242,13 @@ def test_a_site_that_lies_about_what_it_serves_names_a_version_that_is_not_there
         pass
 
 
-def test_faults_are_told_as_they_happen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_faults_are_told_as_they_happen(tmp_path: Path):
     told = tmp_path / "faults"
     assert faults_told(told) == {}
     harm = ToldFaults(1.0, 0, told)
     sent: list[Any] = []
-    monkeypatch.setattr(harm, "_put", lambda socket, frames: bool(sent.append(frames)) or True)
     for _ in range(40):
-        harm.put(None, [b"head", b"body"])
+        harm.put(sent.append, [b"head", b"body"])
     assert faults_told(told) == harm.done
     assert sum(harm.done.values()) == 40
     assert min(harm.done.values()) > 0

@@ -62,7 +62,9 @@ def test_kept_keys_keep_their_values(tmp_path: Path):
     kept = "schedule,learner.parallel,student.servers,rollout.concurrency,scoring.concurrency"
     code = plan(
         tmp_path,
-        *("--gpus", "8", "--keep", kept, "--out", str(out)),
+        "--gpus=8",
+        f"--keep={kept}",
+        f"--out={out}",
         schedule={"type": "step_off", "max_staleness": 2.0},
         learner={"parallel": {"dp": 2}},
         student=tree_of(tmp_path)["student"] | {"servers": 2},

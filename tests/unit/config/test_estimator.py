@@ -178,7 +178,7 @@ def _parts(tree: Tree) -> Tree:
     class Loose(Estimator):
         """The same sections without the rule."""
 
-        def _parts_go_together(self) -> "Loose":
+        def _parts_are_compatible(self) -> "Loose":
             return self
 
     return dict(Loose.model_validate(tree))

@@ -36,6 +36,8 @@ def test_defaults_fill_in_and_the_dump_loads_to_an_equal_config(tmp_path: Path):
         ("rollout.temperature=0", ["rollout.temperature", "0.01", "got 0"]),
         ("rollout.temperature=-1", ["rollout.temperature", "0.01", "got -1"]),
         ("rollout.temperature=.nan", ["rollout.temperature", "finite"]),
+        ("learner.optimizer.x={a: [1, .nan]}", ["learner.optimizer.x.a.1", "finite"]),
+        ("objective={type: gepo, clip: .nan}", ["objective.clip", "finite"]),
         ("rollout.top_p=0", ["rollout.top_p", "greater than 0"]),
         ("support.m=0", ["support.m", "greater than or equal to 1", "got 0"]),
         ("support.m=65", ["support.m", "less than or equal to 64", "got 65"]),
@@ -199,6 +201,29 @@ def test_a_password_in_a_url_is_refused_and_not_shown(tmp_path: Path):
     message = error_of(write(tmp_path, MINIMAL), "student.urls=['http://me:secret@h:1']")
     assert "student.urls: each url must be http(s)://HOST:PORT" in message
     assert "secret" not in message
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "student.urls=[LONG]",
+        "student.urls=[http://u:p@LONG]",
+        "student.urls=['http://LONG:1','http://LONG:1']",
+        "cluster.ray.address=LONG",
+        "cluster.ray.submit=LONG",
+        "learner.megatron.recompute_modules=LONG",
+        "LONG=1",
+        "teachers.LONG.model=x",
+        "run.dir=LONG",
+        'run.dir="LONG\\0"',
+        "schedule={type: verl, partial_rollout: LONG}",
+        "objective.type=LONG",
+    ],
+)
+def test_a_refusal_is_short_whatever_it_refuses(tmp_path: Path, override: str):
+    """Before: a URL of 5,000 characters was on the terminal whole."""
+    text = error_of(write(tmp_path, MINIMAL), override.replace("LONG", "9x" * 2500))
+    assert len(text) < 1000
 
 
 def test_half_a_character_is_refused(tmp_path: Path):

@@ -18,7 +18,8 @@ from megatron_opd.config.schema import Config
 from megatron_opd.errors import UserError
 from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.summary import summary_of
-from megatron_opd.inputs.models import check_support, read_model
+from megatron_opd.inputs.model_facts import read_model
+from megatron_opd.inputs.models import check_support
 from megatron_opd.inputs.prepare import prepare
 from megatron_opd.launch.servers import server_processes
 from megatron_opd.run.evaluations import evaluations_before, port_of

@@ -7,8 +7,8 @@ from pydantic import ValidationError
 
 from megatron_opd.config import schema
 from megatron_opd.config.schema import Config
-from megatron_opd.config.site_bounds import open_permits, permits, slots_by_site, staleness_bound
 from megatron_opd.config.site_rules import SITE_RULES
+from megatron_opd.config.sites import open_permits
 from tests.support.config_files import MINIMAL
 
 SITES = MINIMAL | {
@@ -107,7 +107,7 @@ def test_the_table_breaks_every_rule(monkeypatch):
 
         return run
 
-    monkeypatch.setattr(schema, "RULES", tuple(map(watched, SITE_RULES)))
+    monkeypatch.setattr(schema, "ALL_RULES", tuple(map(watched, SITE_RULES)))
     for changes, _ in REFUSED:
         line(changes)
     assert broken == {rule.__name__ for rule in SITE_RULES}
@@ -136,13 +136,13 @@ def test_without_sites_nothing_of_it_is_refused():
 
 def test_slots_are_the_sites_or_the_runs():
     config = Config.model_validate(tree({"rollout": {"concurrency": 9}}))
-    assert slots_by_site(config) == {"near": 9, "far": 4}
+    assert config.site_slots == {"near": 9, "far": 4}
 
 
 def test_bounds_follow_the_admission():
     config = Config.model_validate(tree({"buffer.batch_size": 8}))
-    assert (staleness_bound(config), permits(config)) == (1, 16)
+    assert (config.staleness_bound, config.permits) == (1, 16)
     changes = {"sites.admission": "open", "sites.max_staleness": 5, "buffer.batch_size": 8}
     config = Config.model_validate(tree(changes | {"rollout.concurrency": 6}))
-    assert staleness_bound(config) == 5
-    assert permits(config) == open_permits(8, 1, 10, 5, 1) == 11 + 7 * 8
+    assert config.staleness_bound == 5
+    assert config.permits == open_permits(8, 1, 10, 5, 1) == 11 + 7 * 8

@@ -210,8 +210,13 @@ def test_a_snapshot_ends_though_what_was_lost_is_there_again_by_then():
 
     teacher = HeldTeacher(store, lambda: 0.5, lambda uid: None)
     ports = Ports(
-        *(map(make_prompt, count()), fleet, teacher, learner, WeightSyncer(fleet, learner)),
-        *(witness, None, Losing(store, kept)),
+        map(make_prompt, count()),
+        fleet,
+        teacher,
+        learner,
+        WeightSyncer(fleet, learner),
+        witness,
+        keeper=Losing(store, kept),
         store=store,
     )
     schedule = planned(4, 3, 1)

@@ -4,14 +4,14 @@ import gc
 
 import pytest
 
-from megatron_opd.controller.garbage import LEAST, OBJECTS, collected_rarely, put_aside
+from megatron_opd.controller.garbage import LEAST, OBJECTS, freeze_objects, rare_collections
 
 
 @pytest.mark.parametrize("samples", [1, LEAST])
 def test_the_search_waits_for_as_many_objects_as_are_held(samples: int):
     before = gc.get_threshold()
 
-    with collected_rarely(samples):
+    with rare_collections(samples):
         assert gc.get_threshold()[0] == max(LEAST, samples * OBJECTS)
 
     assert gc.get_threshold() == before
@@ -20,7 +20,7 @@ def test_the_search_waits_for_as_many_objects_as_are_held(samples: int):
 def test_a_failure_inside_leaves_the_search_as_it_was():
     before = gc.get_threshold()
 
-    with pytest.raises(ValueError, match="broken"), collected_rarely(1):
+    with pytest.raises(ValueError, match="broken"), rare_collections(1):
         raise ValueError("broken")
 
     assert gc.get_threshold() == before
@@ -29,7 +29,7 @@ def test_a_failure_inside_leaves_the_search_as_it_was():
 def test_what_is_put_aside_is_not_looked_through_again():
     before = gc.get_freeze_count()
 
-    put_aside()
+    freeze_objects()
 
     assert gc.get_freeze_count() > before
     gc.unfreeze()

@@ -11,8 +11,14 @@ from megatron_opd.sim.clock import run_virtual
 from tests.support.fakes import make_prompt, make_rollout
 
 
-async def never() -> None:
-    await asyncio.Event().wait()
+class Serving:
+    """Servers, of which none serves any more some time after that was asked."""
+
+    def __init__(self, seconds: float = 1e9) -> None:
+        self._seconds = seconds
+
+    async def until_none_serves(self) -> None:
+        await asyncio.sleep(self._seconds)
 
 
 class Engine:
@@ -32,10 +38,10 @@ class Engine:
         return make_rollout(make_prompt(0), (VersionSpan(0, 0, 4),))
 
 
-async def synced(policy: Any, engine: Engine, stranded: Any = never) -> tuple[float, Rollout]:
+async def synced(policy: Any, engine: Engine, serve_s: float = 1e9) -> tuple[float, Rollout]:
     """When a weight sync that comes after 4 s may begin, and what a rollout of then became."""
     clock = asyncio.get_running_loop().time
-    rollouts = Rollouts(policy, stranded)
+    rollouts = Rollouts(policy, Serving(serve_s))
     running = asyncio.create_task(rollouts.run(engine.generate))
     await asyncio.sleep(4)
     async with rollouts.held():
@@ -60,10 +66,7 @@ def test_each_policy_does_what_it_says(policy, after_s: float, cancelled: int, r
 
 
 def test_a_weight_sync_does_not_wait_for_servers_that_wait_for_it():
-    async def stranded() -> None:
-        await asyncio.sleep(2)
-
-    began_s, _ = run_virtual(synced("keep", Engine(), stranded))
+    began_s, _ = run_virtual(synced("keep", Engine(), serve_s=2.0))
     assert began_s == pytest.approx(6.0)
 
 
@@ -71,7 +74,7 @@ def test_a_weight_sync_does_not_wait_for_servers_that_wait_for_it():
 def test_a_cancelled_rollout_ends_its_request(policy):
     async def scenario() -> None:
         engine = Engine()
-        running = asyncio.create_task(Rollouts(policy, never).run(engine.generate))
+        running = asyncio.create_task(Rollouts(policy, Serving()).run(engine.generate))
         await asyncio.sleep(1)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -87,7 +90,7 @@ def test_nothing_begins_between_two_weight_syncs_without_a_pause(policy):
 
     async def scenario() -> None:
         engine = Engine()
-        rollouts = Rollouts(policy, never)
+        rollouts = Rollouts(policy, Serving())
         async with rollouts.held():
             late = asyncio.create_task(rollouts.run(engine.generate))
             await asyncio.sleep(1)

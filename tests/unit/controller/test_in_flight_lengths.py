@@ -11,8 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_opd.config.sections import RolloutConfig
-from megatron_opd.config.supports import McSupport
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
@@ -22,6 +20,7 @@ from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
+from tests.support.config_files import minimal
 from tests.support.fakes import Learner, Teacher, WeightSyncer, Witness, make_prompt, make_rollout
 from tests.support.schedules import planned
 
@@ -119,9 +118,8 @@ def run_of(
     """A run of the real controller and generator. abort throws away what a sync meets."""
     schedule = planned(UPDATES, BATCH, 3.0, 96, 96, in_flight=policy, order=order)
     fleet, learner, witness = Breaking(tokens, afresh, state.version), Learner(), Ending(end_after)
-    generator = RolloutGenerator(
-        fleet, RolloutConfig(attempts=10**6), McSupport(m=1), 50, "run", seed=3
-    )
+    config = minimal(run={"seed": 3}, rollout={"attempts": 10**6}, support={"type": "mc", "m": 1})
+    generator = RolloutGenerator(config, fleet, 50, "run", ())
     uids = itertools.count(state.next_uid) if prompts is None else range(prompts)
     sync: Any = WeightSyncer(fleet, learner)  # type: ignore[arg-type]
     ports = Ports(

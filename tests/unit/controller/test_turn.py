@@ -20,7 +20,7 @@ from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.records.types import Batch, LearnerTurn, Sample
 from megatron_opd.sim.clock import run_virtual
 from tests.support.fakes import Figures, Fleet, Learner, Teacher, WeightSyncer, Witness, prompts
-from tests.support.schedules import planned
+from tests.support.schedules import planned, random_schedules
 
 Span = tuple[float, float]
 
@@ -144,32 +144,22 @@ def run_of(
 @settings(max_examples=200, deadline=None)
 @given(
     seed=st.integers(0, 10**6),
-    updates=st.integers(1, 8),
-    batch_size=st.integers(1, 5),
-    tau=st.integers(0, 4),
-    hold=st.integers(0, 4),
-    slots=st.integers(1, 24),
+    schedule=random_schedules(groups=5, group_sizes=(1,), slots=24),
     drop_rate=st.sampled_from([0.0, 0.1]),
     again_rate=st.sampled_from([0.0, 0.3]),
     wanted=st.sets(st.integers(1, 8)),
 )
 def test_the_bound_holds_and_nothing_is_lost(
-    seed: int,
-    updates: int,
-    batch_size: int,
-    tau: int,
-    hold: int,
-    slots: int,
-    drop_rate: float,
-    again_rate: float,
-    wanted: set[int],
+    seed: int, schedule: Schedule, drop_rate: float, again_rate: float, wanted: set[int]
 ):
     """With random durations, tries and checkpoints."""
+    updates, batch_size = schedule.updates, schedule.batch_size
+    tau, hold = int(schedule.kind.max_staleness), schedule.kind.hold_batches
     chance = random.Random(seed)
     pace = [chance.lognormvariate(0, 1) ** 2 for _ in range(4000)]
     tries, drops = [chance.random() for _ in range(100)], [chance.random() for _ in range(4000)]
     done = run_of(
-        planned(updates, batch_size, tau, slots, slots, hold_batches=min(hold, tau)),
+        schedule,
         rollout_s=lambda uid: pace[uid],
         train_s=lambda update: pace[update + 2000],
         sync_s=lambda version: pace[version + 3000],

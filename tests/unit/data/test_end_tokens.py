@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_opd.data.end_tokens import ATTACHED, Ending, name_end_tokens, read_end_tokens
 from megatron_opd.models.families import FAMILIES
-from sglang_bridge.server.__main__ import offer_standins
+from sglang_bridge.server.entry import offer_standins
 from tests.support.end_tables import ABSENT, PUBLISHED, Published
 
 offer_standins()
@@ -45,14 +45,17 @@ def engines_ends(path: Path, *, tokenizer: bool = True) -> set[int]:
     return {i for i in range(vocab_size) if Req._check_token_based_finish(request, [i])}
 
 
+def tokenizer(eos: int | None, added: dict[str, int]) -> Any:
+    return SimpleNamespace(eos_token_id=eos, get_added_vocab=lambda: added)
+
+
 def our_ends(path: Path) -> Any:
     raw = json.loads((path / "config.json").read_text())
     size = (raw.get("text_config") or raw)["vocab_size"]
     loaded: Any = get_tokenizer(str(path))
-    added = loaded.get_added_vocab()
     family = FAMILIES.get(raw["model_type"])
     default = None if family is None else family.end_token
-    return read_end_tokens(path, raw, size, loaded.eos_token_id, added, default)
+    return read_end_tokens(path, raw, size, loaded, default)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -81,9 +84,8 @@ SHAPES = (ABSENT, None, 0, 5, [5, 6], [0], [])
 @pytest.mark.parametrize("family", FAMILIES.values(), ids=lambda family: family.name)
 def test_every_shape_of_the_two_files_is_read_as_the_engine_reads_it(family: Any, tmp_path: Path):
     for at, (config, generation) in enumerate(itertools.product(SHAPES, SHAPES)):
-        published = Published(
-            *(family.name, family.architecture, 16, config, generation, "</s>", TEXTS)
-        )
+        name, architecture = family.name, family.architecture
+        published = Published(name, architecture, 16, config, generation, "</s>", TEXTS)
         path = published.write(tmp_path / str(at))
         assert set(our_ends(path).ids) == engines_ends(path), (config, generation)
 
@@ -105,7 +107,7 @@ def test_what_is_no_id_of_the_model_is_refused_with_its_file(
     raw = json.loads((path / "config.json").read_text())
     file = {"config": "config.json", "generation": "generation_config.json"}[where]
     with pytest.raises(ValueError, match=f"eos_token_id of its {file} must be an id below"):
-        read_end_tokens(path, raw, 16, 2, TEXTS)
+        read_end_tokens(path, raw, 16, tokenizer(2, TEXTS))
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "null", '"x"', "\xff"])
@@ -113,7 +115,7 @@ def test_a_generation_config_that_cannot_be_read_is_named(text: str, tmp_path: P
     """The engine goes on without one that is no JSON: its ends would be others than were meant."""
     (tmp_path / "generation_config.json").write_bytes(text.encode("latin-1"))
     with pytest.raises(ValueError, match=r"cannot read .*generation_config\.json"):
-        read_end_tokens(tmp_path, {"eos_token_id": 1}, 16, None, {})
+        read_end_tokens(tmp_path, {"eos_token_id": 1}, 16, None)
 
 
 @pytest.mark.parametrize("name", ["Llama-2", "Qwen3", "Zephyr", "GLM-4-0414", "Yi-Chat"])
@@ -134,14 +136,15 @@ def test_an_export_names_the_ends_of_its_run_for_whoever_serves_it(name: str, tm
 def test_without_any_end_a_checkpoint_is_refused_unless_the_run_names_one(tmp_path: Path):
     raw = {"eos_token_id": None}
     with pytest.raises(ValueError, match="every response would run to its limit"):
-        read_end_tokens(tmp_path, raw, 16, None, {})
-    assert read_end_tokens(tmp_path, raw, 16, None, {}, asked=[3]).ids == (3,)
+        read_end_tokens(tmp_path, raw, 16, None)
+    assert read_end_tokens(tmp_path, raw, 16, None, asked=[3]).ids == (3,)
 
 
 def test_a_written_response_ends_with_what_the_run_names_then_the_tokenizers():
     def written(eos: Any, added: Any, asked: tuple[int, ...]) -> int:
         raw = {"eos_token_id": [9, 3]}
-        return read_end_tokens(Path("/nowhere"), raw, 16, eos, added, asked=asked).written
+        loaded = tokenizer(eos, added)
+        return read_end_tokens(Path("/nowhere"), raw, 16, loaded, asked=asked).written
 
     assert written(5, {"<|eom_id|>": 4}, (8,)) == 8
     assert written(5, {"<|eom_id|>": 4}, ()) == 5

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from megatron_opd.data.chats import Chat, ChatMessage
 from megatron_opd.data.faults import Unusable
-from megatron_opd.data.messages import Chat, ChatMessage, read_chat
+from megatron_opd.data.messages import read_chat
 from megatron_opd.data.render import Rendered, Rendering, render_prompts
 from tests.support.framed import BOS, END, STOP, TURN, framed
 

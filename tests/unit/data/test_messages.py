@@ -2,8 +2,9 @@
 
 import pytest
 
+from megatron_opd.data.chats import ChatMessage, RowChat, chat_text
 from megatron_opd.data.faults import Unusable
-from megatron_opd.data.messages import ChatMessage, RowChat, chat_text, read_chat
+from megatron_opd.data.messages import read_chat
 
 
 def turn(role, content, **others):

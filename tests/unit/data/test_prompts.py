@@ -244,7 +244,8 @@ def chat_rules(**fields):
     columns = Columns(
         chats=("prompt",), answers=("answer",), limits={"most": 50}, stops=("stop",), names=("id",)
     )
-    return PromptRules(columns, 100, **{"rendering": Rendering(True), **fields})
+    fields.setdefault("rendering", Rendering(True))
+    return PromptRules(columns, 100, **fields)
 
 
 def chatty():
@@ -398,7 +399,8 @@ def weighed(tmp_path, tokenizer, *rows, needed=True, **allowed):
 
 def test_weights_of_a_prompt_are_read_and_one_without_a_reward_needs_no_answer(tmp_path, tokenizer):
     found = weighed(
-        *(tmp_path, tokenizer),
+        tmp_path,
+        tokenizer,
         {"prompt": "a", "answer": "1", "own": 0.5, "kl": 0},
         {"prompt": "b", "own": 0, "kl": 2},
         {"prompt": "c", "answer": "1", "own": None},

@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Regex, pre_tokenizers
 
 from megatron_opd.data import render
+from megatron_opd.data.chats import ChatMessage
 from megatron_opd.data.faults import Unusable
-from megatron_opd.data.messages import ChatMessage
 from megatron_opd.data.render import (
     Rendering,
     Unfinished,

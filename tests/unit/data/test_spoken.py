@@ -103,6 +103,23 @@ def test_a_template_that_writes_arguments_as_text_is_given_text(written):
     assert text == oracle(with_arguments(json.dumps(mapping)), template)
 
 
+def test_arguments_whose_json_is_what_python_prints_stay_a_mapping():
+    """Before: they were given as text, and quoted twice. Nor does a message print arguments."""
+    for mapping in ({"'": 0}, {}, {"'": {"'": [1, 2]}}):
+        chat = [*with_arguments(mapping), {"role": "user", "content": str(mapping)}]
+        assert rendered({"prompt": chat}, READS)[0] == oracle(chat, READS)
+    chat = [*with_arguments({"days": 2}), {"role": "user", "content": "{'days': 2}"}]
+    assert rendered({"prompt": chat}, READS)[0] == oracle(chat, READS)
+
+
+def test_arguments_printed_in_a_chat_that_is_continued_are_given_as_text():
+    template = READS.replace("c.function.arguments | tojson", "c.function.arguments")
+    chat = [*with_arguments({"town": "x"}), {"role": "assistant", "content": "It"}]
+    text, _ = rendered({"prompt": chat}, template)
+    assert '{"town": "x"}' in text
+    assert text.endswith("It")
+
+
 def test_what_a_template_does_not_read_is_told_or_refused():
     plain = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     text, marks = rendered({"prompt": CHAT, "tools": [TOOL]}, plain)

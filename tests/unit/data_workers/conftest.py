@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_opd.data_workers import taking as taking_module
-from megatron_opd.data_workers.taking import Taking
+from megatron_opd.data_workers import data_client as client_module
+from megatron_opd.data_workers.data_client import DataClient
 
 
 @pytest.fixture
-def taking(monkeypatch: pytest.MonkeyPatch) -> Iterator[Taking]:
-    monkeypatch.setattr(taking_module, "FIRST_PAUSE_S", 0.002)
-    made = Taking(1 << 20)
+def client(monkeypatch: pytest.MonkeyPatch) -> Iterator[DataClient]:
+    monkeypatch.setattr(client_module, "FIRST_PAUSE_S", 0.002)
+    made = DataClient(1 << 20)
     yield made
     made.close()

@@ -14,11 +14,10 @@ from megatron_opd.data_workers.checks import (
     scored_fault,
 )
 from megatron_opd.records.sample_figures import CacheSize, ScoreShape
-from megatron_opd.records.types import HeldRollout
 from megatron_opd.rollout.score_requests import TeacherAsk
 from sglang_bridge.parse import Known
 from sglang_bridge.protocol import RolloutRequest
-from tests.support.fakes import make_prompt, make_sample
+from tests.support.fakes import held_rollout, make_sample
 
 SAMPLE = make_sample(0, version=3)
 ROLLOUT = SAMPLE.rollout
@@ -31,10 +30,7 @@ KNOWN = Known(100, 64, 3)
 GENERATED = w.Generated(1, 4, 8, SAMPLE.cache, -0.5, [(1, 0, 2), (3, 2, 4)], "stop")
 SCORED = w.ScoredCall(3, 8, SAMPLE.cache, SHAPE)
 PLAIN, SELECTING = TeacherAsk("s", 1.0, 0, 0, 7, 512), TeacherAsk("s", 1.0, 2, 2, 7, 512)
-HELD = HeldRollout(
-    *(make_prompt(0), "data worker 0", "r-1", 4, 8, SAMPLE.cache, ROLLOUT.geometric_logp),
-    *(ROLLOUT.spans, "stop", 0.0, 1.0),
-)
+HELD = held_rollout(ROLLOUT, "r-1", SAMPLE.cache)
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ ANSWERS = [
     w.JudgedCall(2, None),
     w.ScoredCall(3, 6, CacheSize(4, 99), ScoreShape(3, -0.5, 0.1, 2)),
     w.Looked(5, {"r-1": 3, "r-2": 0}, ["r-3"]),
-    w.WholeCall(4, b"\0\xff"),
+    w.Fetched(4, b"\0\xff"),
     w.CallFailed(5, "unreachable", ["a", "b", "c"], [True, False, True], 503),
 ]
 

@@ -134,13 +134,13 @@ def test_a_response_that_nobody_waits_for_is_let_go_of():
 def test_so_is_one_whose_answer_has_come_when_its_request_is_cancelled(limit_s: float):
     async def body(pool: WorkerPool, peers: list[Peer]) -> None:
         task = asyncio.ensure_future(sampled(pool, 0, limit_s=limit_s))
-        take = pool.links._take
+        take = pool.connections._take
 
         def cancelled_then(link: Any, answer: Any) -> None:
             take(link, answer)
             task.cancel()
 
-        pool.links._take = cancelled_then  # type: ignore[method-assign]
+        pool.connections._take = cancelled_then  # type: ignore[method-assign]
         with pytest.raises(asyncio.CancelledError):
             await task
         assert await peers[0].heard(w.Release) == w.Release(["r-0"])
@@ -245,10 +245,10 @@ def test_it_is_known_soon_whether_one_of_some_samples_is_lost():
 def test_closing_ends_the_workers():
     async def main() -> None:
         pool = WorkerPool(1, "127.0.0.1", KEYS, 1 << 20)
-        pool.links.open()
+        pool.connections.open()
         peer = Peer(pool, 0)
         await pool.ready()
-        pool.links.close()
+        pool.connections.close()
         assert await asyncio.wait_for(peer.heard(w.Close), 30) == w.Close()
         peer.end()
 

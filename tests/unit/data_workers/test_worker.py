@@ -9,8 +9,8 @@ import pytest
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.data.end_tokens import Ending
+from megatron_opd.data_workers.data_client import DataClient
 from megatron_opd.data_workers.pool import WorkerPool
-from megatron_opd.data_workers.taking import Taking
 from megatron_opd.data_workers.worker import ControllerGone, Worker
 from megatron_opd.records.types import HeldSample, Prompt, Rollout, Sample
 from megatron_opd.rollout.score_requests import TeacherAsk
@@ -40,12 +40,12 @@ class Ends:
         clients: Any = lambda endpoint: server  # noqa: E731
         self.pool, self.server = pool, server
         self.worker = Worker(address, 0, "127.0.0.1", KEYS.ranks, verifier, 4)
-        self.worker._holding._clients = clients
+        self.worker._store._clients = clients
         self.running = asyncio.create_task(self.worker.run())
 
     @property
     def num_held(self) -> int:
-        return len(self.worker._holding)
+        return len(self.worker._store)
 
     async def sample(self, uid: int = 0, limit_s: float = 1e9) -> Any:
         request = RolloutRequest(
@@ -60,14 +60,14 @@ def drive(body: Callable[[Ends], Awaitable[None]], server: Server | None = None)
 
     async def main() -> None:
         pool = WorkerPool(1, "127.0.0.1", KEYS, 1 << 20)
-        pool.links.open()
-        ends = Ends(pool, pool.links.address, server or Server())
+        pool.connections.open()
+        ends = Ends(pool, pool.connections.address, server or Server())
         try:
             async with asyncio.timeout(60):
                 await pool.ready()
                 await body(ends)
         finally:
-            pool.links.close()
+            pool.connections.close()
             await asyncio.wait_for(ends.running, 30)  # which was told to end
 
     asyncio.run(main())
@@ -88,11 +88,11 @@ def test_a_sample_passes_all_stages_and_is_let_go_of():
         assert isinstance(whole, Sample)
         assert np.array_equal(whole.teacher_logp_N, SCORES_N)
         address, key = ends.pool.source(held)
-        taking = Taking(1 << 20)
+        client = DataClient(1 << 20)
         try:
-            taken = await asyncio.to_thread(taking.take, {address: [key]}, KEYS.ranks, 60)
+            taken = await asyncio.to_thread(client.fetch, {address: [key]}, KEYS.ranks, 60)
         finally:
-            taking.close()
+            client.close()
         assert taken.keys() == {key}
         ends.pool.release([0])
         await until(lambda: ends.num_held == 0)
@@ -169,8 +169,8 @@ def test_a_server_has_one_client_which_knows_what_the_controller_knows():
 def test_a_worker_whose_controller_is_gone_ends():
     async def main() -> None:
         pool = WorkerPool(1, "127.0.0.1", KEYS, 1 << 20)
-        pool.links.open()
-        async with CuttingProxy(pool.links.address) as proxy:
+        pool.connections.open()
+        async with CuttingProxy(pool.connections.address) as proxy:
             server = Server()
             ends = Ends(pool, proxy.address, server)
             async with asyncio.timeout(60):
@@ -184,7 +184,7 @@ def test_a_worker_whose_controller_is_gone_ends():
                 assert server.cancelled == 1
                 with pytest.raises(ServerUnreachable):
                     await sampling
-        pool.links.close()
+        pool.connections.close()
 
     asyncio.run(main())
 

@@ -5,11 +5,13 @@ from typing import Any
 
 import msgspec
 import pytest
+import zmq
 
 from megatron_opd.data_workers import messages as w
-from megatron_opd.data_workers.holding import Holding
 from megatron_opd.data_workers.requests import encode_request
+from megatron_opd.data_workers.store import WorkerStore
 from megatron_opd.data_workers.worker import Worker
+from megatron_opd.wire.sockets import PeerMessage
 from sglang_bridge.client import Endpoint
 from sglang_bridge.parse import Known
 from sglang_bridge.protocol import RolloutRequest
@@ -26,12 +28,13 @@ class Orders:
         self.messages = [*messages, [w.encode(w.Close())]]
         self.answers: list[Any] = []
 
-    async def recv_multipart(self) -> list[bytes]:
+    async def next(self) -> PeerMessage:
         for _ in range(8):
             await asyncio.sleep(0)
-        return self.messages.pop(0)
+        return PeerMessage([zmq.Frame(frame) for frame in self.messages.pop(0)])
 
-    async def send(self, frame: bytes) -> None:
+    def send(self, frames: list[bytes]) -> None:
+        (frame,) = frames
         self.answers.append(w.decode_answer(frame))
 
 
@@ -42,16 +45,17 @@ def obeyed(*messages: list[bytes]) -> tuple[list[Any], int, list[str]]:
         orders, server = Orders(*messages), Server()
         worker = Worker("tcp://127.0.0.1:1", 0, "127.0.0.1", KEYS.ranks, None, 0)
         clients: Any = lambda endpoint: server  # noqa: E731
-        worker._holding = Holding(clients, None, draws=0)
-        worker._orders.close(linger=0)
-        worker._orders = orders  # type: ignore[assignment]
-        await worker._serve()
-        for task in list(worker._calls.values()):
-            await task
-        worker._monitor.close(linger=0)
-        worker._giving.close()
-        worker._context.destroy(linger=0)
-        return orders.answers, worker.refusals.count, list(worker._holding._held)
+        worker._store = WorkerStore(clients, None, draws=0)
+        worker._dealer.close()
+        worker._dealer = orders  # type: ignore[assignment]
+        try:
+            await worker._execute_orders()
+            for task in list(worker._calls.values()):
+                await task
+        finally:
+            worker._data_server.close()
+            worker._context.term()
+        return orders.answers, worker.refusals.count, list(worker._store._held)
 
     return asyncio.run(asyncio.wait_for(main(), 30))
 

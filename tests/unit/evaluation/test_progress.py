@@ -19,7 +19,14 @@ from megatron_opd.evaluation.progress import (
 def evaluated(update: int, accuracy: float, name: str = "easy", **passes: float) -> Evaluated:
     by_k = {1: accuracy} | {int(k.removeprefix("at_")): value for k, value in passes.items()}
     report = EvaluationReport(
-        *(accuracy, math.nan, 1, 4, 3.5, 0.0, accuracy / 100, {}),
+        accuracy,
+        stderr_pct=math.nan,
+        problems=1,
+        samples=4,
+        mean_response_tokens=3.5,
+        truncated_pct=0.0,
+        mean_reward=accuracy / 100,
+        verifier_failures={},
         pass_at_k=by_k,
         pass_at_k_stderr_pct=dict.fromkeys(by_k, math.nan),
         version_min=update,
@@ -85,6 +92,8 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         ("rows.0.accuracy_pct", KeyError),
         ("rows.0.stderr_pct", "0"),
         ("rows.0.pass_at_k", {"one": 1.0}),
+        ("rows.0.pass_at_k", {"1": 10**400}),
+        ("rows.0.stderr_pct", 10**400),
         ("rows.0.pass_at_k", [1.0]),
         ("pending", [0.5]),
         ("pending", None),

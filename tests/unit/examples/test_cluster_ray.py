@@ -13,7 +13,7 @@ from megatron_opd.config.roles import all_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.launch.launcher import CannotPlace
 from megatron_opd.launch.machines import needs_of
-from megatron_opd.launch.ray_room import Capacity, check_possible
+from megatron_opd.launch.ray_capacity import Capacity, check_possible
 from tests.support.paths import ROOT
 
 EXAMPLES = ROOT / "examples" / "cluster" / "ray"

@@ -74,7 +74,7 @@ def test_it_is_written_into_the_resolved_configuration_and_read_back(tmp_path: P
         ({"type": "my_parts:SquaredGap", "scale": -1}, ["objective.scale", "greater than 0", "-1"]),
         ({"type": "my_parts:SquaredGap", "sale": 1}, ["objective.sale", "unknown key"]),
         (
-            {"type": "megatron_opd.config.custom:CustomObjective"},
+            {"type": "megatron_opd.config.objective:CustomObjective"},
             ["must define the method `loss`"],
         ),
     ],

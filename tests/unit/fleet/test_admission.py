@@ -8,8 +8,8 @@ import pytest
 
 from megatron_opd.checkpoint.claimant import Claimant
 from megatron_opd.errors import UserError
-from megatron_opd.fleet import admission as entrance
-from megatron_opd.fleet.admission import Entrance
+from megatron_opd.fleet import admission as admission_module
+from megatron_opd.fleet.admission import ServerAdmission
 from tests.support.config_files import minimal
 
 OURS, NEW = "http://ours:1", "http://127.0.0.1:1"
@@ -26,19 +26,19 @@ def test_a_server_that_joined_is_never_shown_the_random_key(
     ) -> Any:
         asked.append((url, key, suits is not None))
 
-    monkeypatch.setattr(entrance, "take_in", take_in)
+    monkeypatch.setattr(admission_module, "take_in", take_in)
     monkeypatch.setenv("OPD_TEST_KEY", "secret")
     config = minimal(student={"model": "s", "api_key_env": named})
     prepared: Any = SimpleNamespace(
         vocab_sizes={"student": 9}, ends={"student": None}, student=SimpleNamespace(spec=None)
     )
     fleets: Any = {"student": None}
-    door = Entrance(config, prepared, fleets, Claimant("run"), {"student": "random"})
+    admission = ServerAdmission(config, prepared, fleets, Claimant("run"), {"student": "random"})
 
     async def scenario() -> None:
-        await door.back("student", OURS)
-        await door.new("student", NEW)
-        await door.back("student", NEW)
+        await admission.readmit("student", OURS)
+        await admission.admit("student", NEW)
+        await admission.readmit("student", NEW)
 
     asyncio.run(scenario())
     key = None if named is None else "secret"
@@ -51,18 +51,18 @@ def test_a_server_elsewhere_without_a_key_does_not_join(monkeypatch: pytest.Monk
     async def take_in(config: Any, role: str, fleet: Any, url: str, *rest: Any) -> Any:
         asked.append(url)
 
-    monkeypatch.setattr(entrance, "take_in", take_in)
+    monkeypatch.setattr(admission_module, "take_in", take_in)
     prepared: Any = SimpleNamespace(
         vocab_sizes={"student": 9}, ends={"student": None}, student=SimpleNamespace(spec=None)
     )
     fleets: Any = {"student": None}
 
-    def door(*, insecure: bool) -> Entrance:
+    def admission(*, insecure: bool) -> ServerAdmission:
         config = minimal(security={"insecure": insecure})
-        return Entrance(config, prepared, fleets, Claimant("run"), {"student": "random"})
+        return ServerAdmission(config, prepared, fleets, Claimant("run"), {"student": "random"})
 
     with pytest.raises(UserError, match=r"student\.api_key_env must name .* http://10\.0\.0\.7:1"):
-        asyncio.run(door(insecure=False).new("student", "http://10.0.0.7:1"))
+        asyncio.run(admission(insecure=False).admit("student", "http://10.0.0.7:1"))
     assert asked == []
-    asyncio.run(door(insecure=True).new("student", "http://10.0.0.7:1"))
+    asyncio.run(admission(insecure=True).admit("student", "http://10.0.0.7:1"))
     assert asked == ["http://10.0.0.7:1"]

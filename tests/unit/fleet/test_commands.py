@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron_opd.errors import UserError
 from megatron_opd.fleet import commands as fleet_desk
-from megatron_opd.fleet.commands import FleetDesk
+from megatron_opd.fleet.commands import FleetCommands
 from megatron_opd.fleet.mailbox import DIRECTORY, Answer, Command, Sender, ServerRow
 from megatron_opd.sim.clock import run_virtual
 
@@ -41,7 +41,7 @@ def serve(
 
     async def run() -> None:
         elastic: Any = Elastic()
-        serving = asyncio.create_task(FleetDesk(tmp_path, elastic, file, said.append).serve())
+        serving = asyncio.create_task(FleetCommands(tmp_path, elastic, file, said.append).serve())
         await asyncio.sleep(0.1)
         await scenario()
         assert not serving.done()

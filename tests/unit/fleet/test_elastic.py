@@ -64,8 +64,13 @@ class Run:
         take_in: Any = self.take_in
         self.supervisor = Supervisor(self.config, self.fleets, processes, take_in, self.said.append)
         self.elastic = Elastic(
-            *(self.config, self.fleets, self.supervisor, processes),
-            *(take_in, self.part_with, self.said.append),
+            self.config,
+            self.fleets,
+            self.supervisor,
+            processes,
+            take_in,
+            self.remove_server,
+            self.said.append,
         )
 
     async def remove(self, url: str) -> bool:
@@ -80,7 +85,7 @@ class Run:
         self.fleets[role].add(self.clients[url], info)
         return self.clients[url]
 
-    async def part_with(self, url: str, drop: Drop) -> str | None:
+    async def remove_server(self, url: str, drop: Drop) -> str | None:
         drop()
         return self.parted
 

@@ -8,11 +8,10 @@ import pytest
 
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.data.faults import BadRows
-from megatron_opd.errors import PartGone, RunFailed, UserError
+from megatron_opd.errors import LearnerError, PartGone, RunFailed, UserError
 from megatron_opd.fleet.ends import FirstCause, explained
 from megatron_opd.launch.health import EngineLost, ProcessDied, WatchedProcess
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.transport.remote_learner import LearnerError
 from sglang_bridge.errors import (
     BadReply,
     RankFailed,
@@ -125,6 +124,19 @@ def test_the_first_error_is_told_and_what_ends_later_is_not():
     end = ends.end(OSError("close"), "; logs", lambda error: f"kept of {error}")
     assert isinstance(end, RunFailed)
     assert str(end) == "TimeoutError: too late; kept of too late"
+
+
+def test_what_closes_at_once_is_called_and_its_error_is_the_cause_too():
+    ends, closed = FirstCause(list), list[str]()
+    run_virtual(ends.closing(lambda: closed.append("part"))())
+    assert (closed, ends.first) == (["part"], None)
+
+    def fail() -> None:
+        raise OSError("close")
+
+    with pytest.raises(OSError, match="close"):
+        run_virtual(ends.closing(fail)())
+    assert isinstance(ends.first, OSError)
 
 
 @pytest.mark.parametrize(

@@ -16,12 +16,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_opd.errors import Preempted, RunFailed, UserError
-from megatron_opd.fleet import ends, guards, startup
+from megatron_opd.errors import LearnerError, Preempted, RunFailed, UserError
+from megatron_opd.fleet import clients, ends, guards, startup
 from megatron_opd.inputs import teachers as teacher_guard
-from megatron_opd.launch import joining, processes
+from megatron_opd.launch import processes, readiness
 from megatron_opd.run import attempt, evaluations, own_servers, recover, run, start
-from megatron_opd.transport.remote_learner import LearnerError
 from megatron_opd.weight_sync import session
 from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable
 from tests.support.awaits import Faults, Place, instrument
@@ -39,15 +38,15 @@ from tests.support.scripted_run import (
 )
 
 MODULES = [
-    *(run, start, attempt, recover, own_servers, startup, joining, guards, processes),
-    *(teacher_guard, evaluations, session, ends),
+    *(run, start, attempt, recover, own_servers, startup, readiness, guards, processes),
+    *(teacher_guard, evaluations, session, ends, clients),
 ]
 ELSEWHERE = {
     "another command": "launch.ray_submit",
     "replaced by the script": "launch.data_workers inputs.second_pass inputs.verifiers",
     "of the learner's batches": "run.batch_learner",
     "of a run under way": "fleet.elastic fleet.admission fleet.commands fleet.url_file",
-    "of servers that come and go": "fleet.candidate fleet.supervisor",
+    "of servers that come and go": "fleet.supervisor",
     "beside training, or after it": "run.checkpoints run.work_watch",
     "what notices a fault": "launch.health",
     "before the run": "run.pipeline",
@@ -59,18 +58,20 @@ OTHER = (
     *("startup.take_in", "Processes.remove", "Processes.put_another", "Processes.start_one"),
     *("Processes.restart_learner", "Processes.learner_died", "RunGuard.diagnose"),
     *("LearnerRestarts", "Training._lost", "Training._recover", "WeightSync.serve_on", "._serve"),
-    *("WeightSync.start_over", "WeightSync.part_with", "WeightSync.stranded"),
-    *("OwnServers.start_over", "OwnServers.part_with"),
+    *("WeightSync.start_over", "WeightSync.remove_server", "WeightSync.until_none_serves"),
+    *("OwnServers.start_over", "OwnServers.remove_server"),
     # of memory that learner and servers share
     *("WeightSync.make_room", "WeightSync._make_room", "WeightSync.restore_memory"),
     # of checkpoints beside training
     *("EvaluatingKeeper",),
     # what is tested: but for its one await, of whatever ends a part
     *(
-        "start._close_fleets",
+        "clients.close_fleets",
+        "clients.close_fleets",
         "OwnServers.close",
         "FirstCause.of",
         "FirstCause._note",
+        "ends._called",
         "ends.explained",
     ),
 )
@@ -79,7 +80,14 @@ UNRAISING = ("return_exceptions=True",)
 """Waits for tasks that were cancelled or stopped, and hands out no error of theirs."""
 LATE = (
     "AsyncExitStack()",
-    *("rotate()", "export_best(", "turn.take_back", "_settle(error", "explained(", "_note(error"),
+    *(
+        "rotate()",
+        "export_best(",
+        "turn.take_back",
+        "_prepare_retry(error",
+        "explained(",
+        "_note(error",
+    ),
     *("'continue'", "'reopen'", "health", "recover()", "lost(error)", "closing("),
 )
 """Awaits behind a failure, or of options that come after training."""

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from megatron_opd.errors import PartGone
+from megatron_opd.errors import LearnerError, PartGone
 from megatron_opd.fleet.guards import RunGuard, while_alive
 from megatron_opd.launch.health import HealthGuard, ProcessDied, WatchedProcess
-from megatron_opd.transport.remote_learner import LearnerError
 
 
 class Learner:

@@ -10,7 +10,7 @@ from megatron_opd.fleet.mailbox import (
     DIRECTORY,
     MAX_BYTES,
     Answer,
-    BadMail,
+    BadMailboxFile,
     Command,
     Mailbox,
     Sender,
@@ -88,7 +88,7 @@ def test_what_is_no_command_is_refused_once(mailbox: Mailbox, tmp_path: Path, ra
     path = tmp_path / DIRECTORY / f"{'a' * 32}.request"
     path.write_bytes(raw)
     ((name, problem),) = mailbox.commands()
-    assert (name, type(problem)) == ("a" * 32, BadMail)
+    assert (name, type(problem)) == ("a" * 32, BadMailboxFile)
     assert str(problem).isprintable()
     assert len(str(problem)) < 1000
     assert not path.exists()
@@ -103,7 +103,7 @@ def test_links_and_pipes_are_not_read_and_other_names_are_left_alone(
     os.mkfifo(place / f"{'b' * 32}.request")
     for name in ("note.txt", ".0.request", "../x.request".replace("/", "_")):
         (place / name).write_text("x")
-    assert [type(problem) for _, problem in mailbox.commands()] == [BadMail, BadMail]
+    assert [type(problem) for _, problem in mailbox.commands()] == [BadMailboxFile, BadMailboxFile]
     assert secret.exists()
     assert len(os.listdir(place)) == 3
 
@@ -113,6 +113,6 @@ def test_an_answer_that_is_none_is_refused(mailbox: Mailbox, tmp_path: Path, raw
     sender = Sender(tmp_path, ADD)
     ((name, _),) = mailbox.commands()
     (tmp_path / DIRECTORY / f"{name}.answer").write_bytes(raw)
-    with pytest.raises(BadMail, match=r"^not an answer: ") as caught:
+    with pytest.raises(BadMailboxFile, match=r"^not an answer: ") as caught:
         sender.answer()
     assert str(caught.value).isprintable()

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.errors import UserError
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.launch.health import EngineLost, WatchedProcess
@@ -209,8 +207,7 @@ def test_nothing_is_dropped_while_a_lone_teacher_is_started_again():
 
     async def scenario() -> None:
         fleet = machine.fleets["teacher"]
-        settings, estimator = ScoringConfig(attempts=1), Estimator.model_validate({})
-        scorer = FleetScorer({"teacher": fleet}, estimator, 50, settings, "run")
+        scorer = FleetScorer(minimal(scoring={"attempts": 1}), {"teacher": fleet}, 50, "run")
         samples = [make_rollout(make_prompt(i), (VersionSpan(0, 0, 3),)) for i in range(5)]
         work = [asyncio.ensure_future(scorer.score(rollout)) for rollout in samples]
         for _ in range(3):

@@ -64,6 +64,15 @@ def test_without_a_name_the_cases_are_listed(capsys: pytest.CaptureFixture):
     assert [line.split()[0] for line in lines] == list(cases("checks"))
 
 
+@pytest.mark.parametrize("name", ["fuzz", "layouts"])
+def test_help_is_that_of_the_case(name: str, capsys: pytest.CaptureFixture):
+    """Before: that of the driver, and the options of a case were told nowhere."""
+    assert main("checks", [name, "--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith(table("checks")[name])
+    assert ("usage: python -m checks fuzz" in said) == ("--target" in said) == (name == "fuzz")
+
+
 def test_every_case_has_one_place_and_says_in_one_line_what_it_is():
     names = [name for package in PACKAGES for name in cases(package)]
     assert len(names) == len(set(names)) > 50

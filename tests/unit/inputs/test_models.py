@@ -8,7 +8,8 @@ import pytest
 
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import UserError
-from megatron_opd.inputs.models import check_models, read_model
+from megatron_opd.inputs.model_facts import read_model
+from megatron_opd.inputs.models import check_models
 from megatron_opd.launch.servers import make_spec
 from sglang_bridge.server.spec import NUM_IDS_VARIABLE, server_env
 from tests.support.cli_cases import call, refused

@@ -17,7 +17,7 @@ from megatron_opd.data.epochs import Stretch
 from megatron_opd.data.file_sums import FileDifference, FilePart
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.errors import UserError
-from megatron_opd.inputs.prompt_order import Begun, KeptData, Shape, read_kept
+from megatron_opd.inputs.kept_data import Begun, KeptData, Shape, read_kept
 from megatron_opd.inputs.prompts import by_row, chosen_source, going_on, source_at
 from megatron_opd.records.types import NO_ROW, Prompt
 from tests.support.prompt_sets import drawn_set, prompt_set

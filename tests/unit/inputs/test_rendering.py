@@ -14,7 +14,8 @@ from megatron_opd.config.schema import Config
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.errors import UserError
 from megatron_opd.evaluation.evaluate import questions_of
-from megatron_opd.inputs.prepare import Prepared, prepare
+from megatron_opd.inputs.prepare import prepare
+from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.inputs.rendering import first_prompt, template_notes
 from megatron_opd.mismatch.run import prepare as prepare_mismatch
 from tests.support.cli_cases import call

@@ -16,6 +16,7 @@ from megatron_opd.launch.machines import Machines, machines_of
 from megatron_opd.wire.keys import RunKeys
 from tests.support.paths import ROOT
 from tests.support.secrets import found_in
+from tests.support.trees import words_of
 
 DEMO = ROOT / "examples" / "arithmetic" / "demo.yaml"
 WORKER = "megatron_opd.data_workers"
@@ -49,14 +50,6 @@ def running(folder: Path) -> list[psutil.Process]:
         if words[1:3] == ["-m", WORKER] and any(str(folder) in word for word in words):
             found.append(process)
     return found
-
-
-def words_of(process: psutil.Process) -> list[str]:
-    """The arguments of a process, which everybody may read."""
-    try:
-        return process.cmdline()
-    except psutil.Error:
-        return []
 
 
 async def killed_and_started_again(workers: DataWorkers, folder: Path, secrets: list[str]) -> None:

@@ -89,7 +89,7 @@ def test_the_key_travels_in_the_environment_alone():
 
 def test_a_served_role_gets_its_named_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     served = []
-    monkeypatch.setattr(serve, "serve_until_told", lambda *arguments: served.append(arguments))
+    monkeypatch.setattr(serve, "serve_until_ended", lambda *arguments: served.append(arguments))
     monkeypatch.setenv(NAME, "hunter2")
     tree = small_config(tmp_path, tiny_models(tmp_path))
     tree["student"] |= {"api_key_env": NAME, "base_port": 23_456}
@@ -157,7 +157,7 @@ def test_a_server_that_others_reach_is_not_served_without_a_key(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     served = []
-    monkeypatch.setattr(serve, "serve_until_told", lambda *arguments: served.append(arguments))
+    monkeypatch.setattr(serve, "serve_until_ended", lambda *arguments: served.append(arguments))
     tree = small_config(tmp_path, tiny_models(tmp_path))
     tree["teacher"] |= {"host": "0.0.0.0", "base_port": 23_457}
     (tmp_path / "c.yaml").write_text(json.dumps(tree))

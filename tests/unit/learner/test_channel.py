@@ -9,10 +9,12 @@ import pytest
 import zmq
 
 from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.errors import LearnerError
 from megatron_opd.learner import channel as channel_module
 from megatron_opd.learner.channel import ControllerChannel, ControllerLost, NotWelcome
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.remote_learner import Admission, LearnerError, RemoteLearner
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
+from megatron_opd.wire.dealer import Dealer
 from megatron_opd.wire.keys import RankKeys, RunKeys
 from tests.support.wire import KEYS, channel, config, hello, router
 
@@ -157,19 +159,17 @@ def test_a_controller_that_is_gone_before_its_welcome_was_read_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """The welcome waits in this rank's queue when the connection ends. Before: never noticed."""
-    lost = queue.Queue[str]()
+    lost, wait = queue.Queue[str](), channel_module.wait_for_any
+
+    def slow_wait(ends: list[Dealer], wait_s: float) -> None:
+        wait(ends, wait_s)
+        messages, events = ends[0].sockets
+        if messages.poll(0):  # the welcome is there: now its sender ends
+            socket.close()
+            assert events.poll(5000)
+
+    monkeypatch.setattr(channel_module, "wait_for_any", slow_wait)
     with router() as (socket, address):
         rank = channel(address, on_lost=lost.put)
-        slow = rank._events
-
-        def slow_events(wait_s: float) -> list[int]:
-            found = slow(wait_s)
-            if rank._socket.poll(0):  # the welcome is there: now its sender ends
-                socket.close()
-                while channel_module._LOST not in found:
-                    found += slow(0.1)
-            return found
-
-        monkeypatch.setattr(rank, "_events", slow_events)
         join(rank, socket)
     assert_told_of_the_end(rank, lost)

@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from megatron.core import parallel_state as ps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_opd.learner import student_logp
 from megatron_opd.learner.routing import MicroRouting
 from megatron_opd.losses import lean
 from megatron_opd.losses.fused import KernelShape, fused_passes
+from megatron_opd.losses.passes import HeadSlice
 from megatron_opd.losses.ratios import NUM_BINS
 from tests.support.far_device import FAR, FarDevice, far
 from tests.support.loss_cases import estimator
@@ -21,7 +23,7 @@ from tests.support.micro_syncs import OBJECTIVES, batch, update
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """One rank, without process groups."""
-    monkeypatch.setattr(student_logp, "_vocab_group", lambda: None)
+    monkeypatch.setattr(ps, "get_tensor_model_parallel_group", lambda: None)
     region = "reduce_from_tensor_model_parallel_region"
     monkeypatch.setattr(student_logp, region, lambda value_n, group: value_n)
 
@@ -75,8 +77,9 @@ def test_pairs_without_weight_are_in_no_ratio(owner: str):
 
 def test_planning_kernels_waits_for_nothing():
     row_N, id_N = (far(torch.randint(0, 9, (50,))) for _ in range(2))
+    head = HeadSlice(torch.zeros(9, 1))
     with FarDevice() as seen:
-        fused_passes((9, 9), row_N, id_N, None, None, KernelShape(), kernels=lean)
+        fused_passes(9, head, row_N, id_N, KernelShape(), kernels=lean)
     assert not seen.waits
 
 

@@ -15,6 +15,7 @@ import torch
 
 from megatron_opd.losses.fused import KernelShape, can_fuse, fused_passes, shape_of
 from megatron_opd.losses.lean import lean_logp
+from megatron_opd.losses.passes import HeadSlice
 from megatron_opd.losses.tiles import Tiles
 from sglang_bridge.ports import free_port
 from tests.support.compiled import Compiled, compiled
@@ -118,10 +119,10 @@ def test_pairs_are_sorted_by_tile():
 
 
 def test_a_pair_outside_the_logits_is_an_error():
-    shape, row_N, id_N = (4, 9), torch.tensor([0, 3]), torch.tensor([0, 9])
+    head, row_N, id_N = HeadSlice(torch.zeros(9, 1)), torch.tensor([0, 3]), torch.tensor([0, 9])
 
     with pytest.raises(RuntimeError, match=r"\(row, id\) must lie in \[4, 9\] logits"):
-        fused_passes(shape, row_N, id_N, None, None, KernelShape())
+        fused_passes(4, head, row_N, id_N, KernelShape())
 
 
 def test_only_a_gpu_has_kernels():
@@ -129,13 +130,13 @@ def test_only_a_gpu_has_kernels():
 
 
 def test_no_entropy_is_made_that_is_not_asked_for():
-    hidden_TH, weight_vH = torch.randn(3, 4), torch.randn(9, 4)
+    hidden_TH, head = torch.randn(3, 4), HeadSlice(torch.randn(9, 4))
     row_N, id_N = torch.tensor([0, 2]), torch.tensor([8, 1])
 
-    found = lean_logp(hidden_TH, weight_vH, row_N, id_N, entropy=False)
+    found = lean_logp(hidden_TH, head, row_N, id_N, entropy=False)
 
     assert found.entropy_T is None
-    whole = lean_logp(hidden_TH, weight_vH, row_N, id_N)
+    whole = lean_logp(hidden_TH, head, row_N, id_N)
     assert torch.equal(found.logp_N, whole.logp_N)
 
 

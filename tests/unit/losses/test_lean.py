@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from megatron_opd.learner.lm_head import head_weight, install_lean_head
 from megatron_opd.losses.blocks import default_block
 from megatron_opd.losses.lean import lean_logp
+from megatron_opd.losses.passes import HeadSlice
 from megatron_opd.losses.vocab_parallel import gather_logp
 from tests.support.figures import bounded
 from tests.support.lean_cases import case, dense, exactly, outcome
@@ -55,9 +56,8 @@ def test_equals_the_dense_operation_of_the_learner():
     logp_N = gather_logp(logits_TV, given_case.row_N, given_case.id_N, temperature=0.7)
     logp_N.backward(given_case.grads[0])
     lean_inputs = [t.clone().requires_grad_() for t in given_case[:2]]
-    found = lean_logp(
-        lean_inputs[0], lean_inputs[1], given_case.row_N, given_case.id_N, temperature=0.7
-    )
+    head = HeadSlice(lean_inputs[1])
+    found = lean_logp(lean_inputs[0], head, given_case.row_N, given_case.id_N, temperature=0.7)
     found.logp_N.backward(given_case.grads[0])
     torch.testing.assert_close(found.logp_N, logp_N, rtol=1e-12, atol=1e-12)
     for mine, theirs in zip(lean_inputs, (hidden_TH, weight_vH), strict=True):
@@ -69,9 +69,8 @@ def test_numerical_gradient_of_each_result_alone(result: str):
     hidden_TH, weight_vH, row_N, id_N, _ = case(3, 7, 2, 6)
 
     def alone(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return getattr(
-            lean_logp(hidden, weight, row_N, id_N, temperature=0.8, block=(2, 3)), result
-        )
+        head = HeadSlice(weight)
+        return getattr(lean_logp(hidden, head, row_N, id_N, temperature=0.8, block=(2, 3)), result)
 
     inputs = (hidden_TH.requires_grad_(), weight_vH.requires_grad_())
     assert torch.autograd.gradcheck(alone, inputs, rtol=1e-6, atol=1e-8)
@@ -92,7 +91,8 @@ def test_narrower_inputs_keep_wide_sums(dtype: torch.dtype, limits: tuple[float,
         outcome(dense, exactly(given_case), temperature=0.7),
         limits,
     )
-    found = lean_logp(*given_case[:4])
+    hidden_TH, weight_vH, row_N, id_N, _ = given_case
+    found = lean_logp(hidden_TH, HeadSlice(weight_vH), row_N, id_N)
     assert {r.dtype for r in vars(found).values()} == {torch.float32}
 
 
@@ -115,8 +115,10 @@ def test_main_grad_gathers_two_backward_passes(dtype: torch.dtype, main_dtype: t
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     expected = torch.zeros_like(weight, dtype=torch.float64)
     for given_case in cases:
-        used = given_case._replace(weight_vH=weight)
-        found = lean_logp(*used[:4], temperature=0.7, block=(4, 8))
+        used, pairs = given_case._replace(weight_vH=weight), given_case[2:4]
+        found = lean_logp(
+            given_case.hidden_TH, HeadSlice(weight), *pairs, temperature=0.7, block=(4, 8)
+        )
         found.logp_N.backward(given_case.grads[0].float())
         nothing = torch.zeros_like(given_case.grads[1])
         exact = exactly(used)._replace(grads=(given_case.grads[0], nothing, nothing))
@@ -135,12 +137,11 @@ def test_only_what_needs_a_gradient_gets_one():
     weight = torch.nn.Parameter(given_case.weight_vH.clone(), requires_grad=False)
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
     hidden_TH = given_case.hidden_TH.clone().requires_grad_()
-    lean_logp(hidden_TH, weight, *given_case[2:4]).logp_N.sum().backward()
+    lean_logp(hidden_TH, HeadSlice(weight), *given_case[2:4]).logp_N.sum().backward()
     assert hidden_TH.grad is not None
     assert not weight.main_grad.any()  # type: ignore[attr-defined]
-    lean_logp(
-        given_case.hidden_TH, weight.requires_grad_(), *given_case[2:4]
-    ).logp_N.sum().backward()
+    head = HeadSlice(weight.requires_grad_())
+    lean_logp(given_case.hidden_TH, head, *given_case[2:4]).logp_N.sum().backward()
     assert weight.main_grad.any()  # type: ignore[attr-defined]
 
 
@@ -173,7 +174,8 @@ def test_a_gradient_is_signalled_without_memory_and_added_once():
     plain.main_grad = torch.zeros_like(plain)  # type: ignore[attr-defined]
     for _ in range(2):
         for weight in (signalled, plain):
-            logp_N = lean_logp(given_case.hidden_TH, weight, *given_case[2:4], block=block).logp_N
+            head = HeadSlice(weight)
+            logp_N = lean_logp(given_case.hidden_TH, head, *given_case[2:4], block=block).logp_N
             with _Largest() as seen:
                 logp_N.sum().backward()
             copied = [size for size in seen.made if size >= weight.numel()]
@@ -187,11 +189,11 @@ def test_a_tied_embedding_brings_its_own_gradient_to_the_hook():
     given_case = case(6, 40, 4, 30)
     weight, found = hooked(6, 40)
     hidden_TH = torch.nn.functional.embedding(torch.arange(6), weight)
-    lean_logp(hidden_TH, weight, *given_case[2:4]).logp_N.sum().backward()
+    lean_logp(hidden_TH, HeadSlice(weight), *given_case[2:4]).logp_N.sum().backward()
     assert [added for _, added in found] == [False]
     alone = weight.detach().clone().requires_grad_()
     hidden_TH = torch.nn.functional.embedding(torch.arange(6), alone)
-    lean_logp(hidden_TH, alone, *given_case[2:4]).logp_N.sum().backward()
+    lean_logp(hidden_TH, HeadSlice(alone), *given_case[2:4]).logp_N.sum().backward()
     torch.testing.assert_close(weight.main_grad, alone.grad)
 
 
@@ -225,7 +227,7 @@ def test_no_tensor_is_larger_than_a_block_or_a_parameter():
     weight.main_grad = torch.zeros_like(weight)  # type: ignore[attr-defined]
     hidden_TH = given_case.hidden_TH.clone().requires_grad_()
     with _Largest() as seen:
-        found = lean_logp(hidden_TH, weight, *given_case[2:4], block=block)
+        found = lean_logp(hidden_TH, HeadSlice(weight), *given_case[2:4], block=block)
         (found.logp_N.sum() + found.entropy_T.sum()).backward()
     assert seen.numel <= max(block[0] * block[1], weight.numel())
     with _Largest() as seen:  # the control: the dense operation is seen to hold [T, V]
@@ -235,9 +237,9 @@ def test_no_tensor_is_larger_than_a_block_or_a_parameter():
 
 @pytest.mark.parametrize(("row", "token"), [(4, 0), (-1, 0), (0, 9), (0, -1)])
 def test_a_pair_outside_the_logits_is_refused(row: int, token: int):
-    given_case = case(4, 9, 3, 0)
+    hidden_TH, head = torch.zeros(4, 3), HeadSlice(torch.zeros(9, 3))
     with pytest.raises(IndexError, match=rf"lie in \[4, 9\] logits, got \({row}, {token}\)"):
-        lean_logp(*given_case[:2], torch.tensor([0, row]), torch.tensor([0, token]))
+        lean_logp(hidden_TH, head, torch.tensor([0, row]), torch.tensor([0, token]))
 
 
 def test_a_block_on_a_device_without_a_cache_to_fit_is_bounded_by_bytes():
@@ -276,11 +278,12 @@ def test_rows_that_pad_the_vocabulary_do_not_exist(padding: int, block: tuple[in
     found = {}
     for name, weight, size in (("real", weight_VH, None), ("padded", padded_vH, 11)):
         inputs = hidden_TH.clone().requires_grad_(), weight.clone().requires_grad_()
-        out = lean_logp(*inputs, row_N, id_N, block=block, vocab_size=size)
+        head = HeadSlice(inputs[1], vocab_size=size)
+        out = lean_logp(inputs[0], head, row_N, id_N, block=block)
         (out.logp_N.sum() + out.entropy_T.sum() + out.log_normaliser_T.sum()).backward()
         found[name] = (out.logp_N, out.entropy_T, inputs[0].grad, inputs[1].grad)
     for real, padded in zip(found["real"], found["padded"], strict=True):
         torch.testing.assert_close(padded[: len(real)], real, rtol=1e-13, atol=1e-13)
     assert not found["padded"][3][11:].any()
     with pytest.raises(IndexError, match=r"\[6, 11\] logits, got \(0, 11\)"):
-        lean_logp(hidden_TH, padded_vH, row_N[:1], id_N[:1] + 1, vocab_size=11)
+        lean_logp(hidden_TH, HeadSlice(padded_vH, vocab_size=11), row_N[:1], id_N[:1] + 1)

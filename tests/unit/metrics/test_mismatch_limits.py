@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from checks.first_update.recorded import recorded
 from megatron_opd.config.schema import Config
+from megatron_opd.metrics.mismatch_gap import Bound, MismatchGap, MismatchLimits
 from megatron_opd.metrics.mismatch_limits import (
     EXACT,
     EXACT_FREE,
@@ -17,9 +18,6 @@ from megatron_opd.metrics.mismatch_limits import (
     QUANTISED,
     QUANTISED_FREE,
     TENSOR_FLOAT,
-    Bound,
-    MismatchGap,
-    MismatchLimits,
     limits_of,
     why_not,
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -170,9 +171,8 @@ def test_evaluations_are_drawn_from_the_first_update_until_after_the_last(tmp_pa
 
     def evaluated(update: int, at_s: float, span: tuple[int, int]) -> None:
         now_s[0] = at_s
-        report = EvaluationReport(
-            *(50.0, 1.0, 8, 4, 3.5, 0.0, 0.5), {}, version_min=span[0], version_max=span[1]
-        )
+        report = EvaluationReport(50.0, 1.0, 8, 4, 3.5, 0.0, 0.5, {})
+        report = replace(report, version_min=span[0], version_max=span[1])
         timeline.evaluated(Evaluated(update, "easy", 2, 5.0, at_s, at_s, report).row())
 
     evaluated(0, 101.0, (0, 0))  # of a time in which nothing was drawn yet

@@ -13,7 +13,7 @@ import pytest
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.metrics.rollouts import RolloutRecord, spread
 from megatron_opd.records.types import Batch, HeldRollout, HeldSample, Sample, VersionSpan
-from tests.support.fakes import Figures, make_prompt, make_rollout, make_sample
+from tests.support.fakes import Figures, held_rollout, make_prompt, make_rollout, make_sample
 from tests.support.recorded_run import record
 
 
@@ -144,21 +144,7 @@ def test_a_run_records_what_it_trains_on_and_drops(tmp_path: Path):
 
 def as_held(sample: Sample) -> HeldSample:
     """What the controller has of a sample whose arrays are with a data worker."""
-    rollout = sample.rollout
-    held = HeldRollout(
-        prompt=rollout.prompt,
-        worker="data worker 0",
-        key="r",
-        num_response_tokens=rollout.num_response_tokens,
-        num_ids=rollout.num_ids,
-        cache=sample.cache,
-        geometric_logp=rollout.geometric_logp,
-        spans=rollout.spans,
-        finish_reason=rollout.finish_reason,
-        started_s=0.0,
-        finished_s=1.0,
-        engine=rollout.engine,
-    )
+    held = held_rollout(sample.rollout, "r", sample.cache)
     return HeldSample(held, sample.scores(16), sample.reward)
 
 

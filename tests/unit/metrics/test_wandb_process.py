@@ -34,10 +34,8 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def use(tmp_path: Path, mode: str, updates: range) -> None:
     settings = WandbConfig(project="p", group="g", tags=("a",), mode=mode)  # type: ignore[arg-type]
-    sink = WandbSink(
-        *(settings, tmp_path, tmp_path / "wandb.log", {"run": {"seed": 3}}, "opd"),
-        finish_s=PATIENCE_S,
-    )
+    log, config = tmp_path / "wandb.log", {"run": {"seed": 3}}
+    sink = WandbSink(settings, tmp_path, log, config, "opd", finish_s=PATIENCE_S)
     for update in updates:
         sink.write(update, {"update": update, "loss": update / 2})
     sink.evaluated({"update": updates[-1], "set": "gsm8k", "accuracy_pct": 60.0})

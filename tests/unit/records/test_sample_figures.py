@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from megatron_opd.metrics.cache_size import CacheSizes
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.records.sample_figures import NEAR_NATS, ScoreShape
-from megatron_opd.records.types import Batch, HeldRollout, HeldSample, Sample
-from tests.support.fakes import make_sample
+from megatron_opd.records.types import Batch, HeldSample, Sample
+from tests.support.fakes import held_rollout, make_sample
 
 V = 100
 SCORES = st.lists(st.floats(-30, 0, width=32), min_size=1, max_size=50)
@@ -39,12 +39,7 @@ def scored(uid: int, scores: list[float]) -> Sample:
 
 def held(sample: Sample) -> HeldSample:
     """What stands for a sample that a data worker holds."""
-    whole = sample.rollout
-    rollout = HeldRollout(
-        *(whole.prompt, "data worker 0", "k", whole.num_response_tokens, whole.num_ids),
-        *(sample.cache, whole.geometric_logp, whole.spans, whole.finish_reason, 0.0, 1.0),
-    )
-    return HeldSample(rollout, sample.scores(V))
+    return HeldSample(held_rollout(sample.rollout, "k", sample.cache), sample.scores(V))
 
 
 @given(st.lists(SCORES, min_size=1, max_size=4))

@@ -32,7 +32,7 @@ act adapt add admit allocate allow answer append apply ask assign average await 
 bound broadcast build cache call carry change check choose close collect combine compare complete
 compute concatenate configure connect continue convert copy count cover cut decide declare decode
 define derive describe digest discard divide do draw drop empty encode end estimate evaluate execute
-exit fill find fine-tune finish flush forget form gather give grant group guard halve hand hold
+exit fill find fine-tune finish flush forget fork form gather give grant group guard halve hand hold
 identify implement interleave join keep kill know label lay leave let list listen load locate lock
 look make manage map mark mask measure move multiply name normalise note notice observe open pack
 parse pause perform place plan poll post prepare present print probe process provide put quantise

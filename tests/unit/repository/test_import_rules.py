@@ -1,6 +1,7 @@
 """The direction of imports, read from the syntax trees so that lazy imports count too."""
 
 import ast
+from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -13,6 +14,8 @@ from tools.house import AROUND, LAYERS, ONLY, SERVES, TORCH_FREE
 TOPS = ("megatron_opd", "sglang_bridge", *AROUND, "tools", "tests")
 SOURCES = sorted([*ROOT.glob("megatron_opd/**/*.py"), *ROOT.glob("sglang_bridge/**/*.py")])
 
+LONGEST, LONGEST_NESTED = 17, 20
+"""Most modules of a chain of imports; nested: where imports in functions count too."""
 HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {
@@ -143,19 +146,71 @@ def test_every_import_follows_the_direction():
     assert not broken, "\n".join(broken)
 
 
-def module_graph() -> dict[str, set[str]]:
-    """{module: modules of ours that it imports}; a package stands for its __init__."""
+def at_import(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes that run when a module is imported, and those for type checkers; no function's."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield node
+            yield from at_import(node)
+
+
+def module_graph(*, nested: bool = True) -> dict[str, set[str]]:
+    """{module: modules of ours that it imports}; a package stands for its __init__.
+
+    nested: imports in functions count too.
+    """
     names = {path: module_name(path) for path in SOURCES}
     graph: dict[str, set[str]] = {}
     for path, name in names.items():
         graph[name] = {
             found
-            for node in syntax(path)
+            for node in (syntax(path) if nested else at_import(syntax(path)[0]))
             if isinstance(node, ast.ImportFrom)
             for found in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
             if found in names.values() and found != name
         }
     return graph
+
+
+def longest_chain(graph: dict[str, set[str]]) -> list[str]:
+    """Modules each of which imports the next, as many as there are."""
+    chains: dict[str, list[str]] = {}
+    for module in TopologicalSorter(graph).static_order():
+        below = (chains[each] for each in graph.get(module, ()))
+        chains[module] = [module, *max(below, key=len, default=[])]
+    return max(chains.values(), key=len)
+
+
+def too_long(graph: dict[str, set[str]], limit: int) -> list[str]:
+    """The longest chain of imports, a line a module, if it has more than `limit` modules."""
+    chain = longest_chain(graph)
+    return [] if len(chain) <= limit else [f"{len(chain)} modules, {limit} at most", *chain]
+
+
+@pytest.mark.parametrize(("nested", "limit"), [(False, LONGEST), (True, LONGEST_NESTED)])
+def test_no_chain_of_imports_is_longer(nested: bool, limit: int):
+    """A reader climbs it; it is shortened where a type stands apart from the parts that use it."""
+    chain = too_long(module_graph(nested=nested), limit)
+    assert not chain, "\n".join(chain)
+
+
+def test_a_chain_that_is_too_long_is_told():
+    graph = {"top": {"left", "leaf"}, "left": {"low"}, "low": {"leaf"}, "other": {"low"}}
+    assert too_long(graph, 4) == []
+    assert too_long(graph, 3) == ["4 modules, 3 at most", "top", "left", "low", "leaf"]
+
+
+def test_only_imports_in_functions_are_none_of_the_modules_own():
+    text = """
+if TYPE_CHECKING:
+    from records import types
+class A:
+    from records import columns
+def f():
+    from records import seeds
+"""
+    found = [node.names[0].name for node in at_import(ast.parse(text)) if hasattr(node, "names")]
+    assert found == ["types", "columns"]
 
 
 def module_name(path: Path) -> str:
@@ -246,7 +301,7 @@ def test_checks_studies_and_benchmarks_follow_their_direction():
     [
         ("harness/driver.py", "benchmarks.step"),
         ("benchmarks/step.py", "checks"),
-        ("checks/noticing.py", "studies.grid.trials"),
+        ("checks/elastic.py", "studies.grid.trials"),
         ("studies/guard.py", "checks.bring.data"),
         ("megatron_opd/errors.py", "harness.tree"),
         ("sglang_bridge/client.py", "benchmarks.passes"),

@@ -7,16 +7,6 @@ import numpy as np
 import pytest
 
 from megatron_opd.buffer.rejection import RolloutRejected
-from megatron_opd.config.sections import RolloutConfig
-from megatron_opd.config.supports import (
-    AtomsTailSupport,
-    ExactSupport,
-    McSupport,
-    PathSupport,
-    TeacherMcSupport,
-    TeacherTopkSupport,
-    TopkSupport,
-)
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.controller.ports import Ports
@@ -36,6 +26,7 @@ from sglang_bridge.protocol import DrawCache, RolloutReply
 from sglang_bridge.work_request import decode_work
 from tests.support import fakes
 from tests.support.bridge_replies import FakeServer, breaking, rollout_reply, worked
+from tests.support.config_files import minimal
 from tests.support.fakes import make_prompt, prompts
 from tests.support.schedules import planned
 
@@ -64,24 +55,22 @@ class FakeFleet:
         return self.outcome
 
 
-MC = McSupport(m=4)
+def make_generator(fleet, sections=None, **rollout):
+    """Of a student with 50 ids."""
+    tree = {"support": {"type": "mc", "m": 4}, "rollout": rollout} | (sections or {})
+    return RolloutGenerator(minimal(**tree), fleet, 50, "run7", (11,))
 
 
-def generate(outcome, support=MC):
+def generate(outcome, sections=None):
     fleet = FakeFleet(outcome)
-    generator = RolloutGenerator(
-        fleet,
-        RolloutConfig(temperature=0.7, top_p=0.9, max_new_tokens=12),
-        support,
-        50,
-        "run7",
-        stop_token_ids=(11,),
-    )
+    generator = make_generator(fleet, sections)
     return run_virtual(generator.generate(make_prompt(5))), fleet
 
 
 def test_the_request_describes_the_behaviour_distribution():
-    _, fleet = generate(REPLY)
+    rollout = {"temperature": 0.7, "top_p": 0.9, "max_new_tokens": 12}
+    truncated = {"support": {"type": "teacher_topk"}, "objective": {"type": "forward_kl"}}
+    _, fleet = generate(REPLY, truncated | {"rollout": rollout})
     (request,) = fleet.requests
     assert request.rid == "run7-5-0."
     assert (request.temperature, request.top_p, request.max_new_tokens) == (0.7, 0.9, 12)
@@ -91,8 +80,7 @@ def test_the_request_describes_the_behaviour_distribution():
 
 def test_a_prompt_has_its_own_limit_and_stop_strings_besides_the_runs():
     fleet = FakeFleet(REPLY)
-    config = RolloutConfig(max_new_tokens=12, stop=("end", "\n"))
-    generator = RolloutGenerator(fleet, config, MC, 50, "run7")
+    generator = make_generator(fleet, max_new_tokens=12, stop=("end", "\n"))
 
     async def two() -> None:
         await generator.generate(make_prompt(5))
@@ -107,8 +95,7 @@ def test_a_prompt_has_its_own_limit_and_stop_strings_besides_the_runs():
 @pytest.mark.parametrize("seeded", [True, False])
 def test_every_try_has_the_seed_of_its_prompt_or_none(seeded: bool):
     fleet = FakeFleet(REPLY)
-    config = RolloutConfig(seeded=seeded)
-    generator = RolloutGenerator(fleet, config, MC, 50, "run7", seed=9)
+    generator = make_generator(fleet, {"run": {"seed": 9}}, seeded=seeded)
 
     async def tries() -> None:
         for uid in (5, 5, 6):
@@ -123,19 +110,20 @@ def test_every_try_has_the_seed_of_its_prompt_or_none(seeded: bool):
 @pytest.mark.parametrize(
     ("support", "atoms", "draws"),
     [
-        (MC, 0, 4),
-        (PathSupport(), 0, 0),
-        (TopkSupport(k=16), 16, 0),
-        (TopkSupport(k=64), 50, 0),
-        (AtomsTailSupport(k=8, m=3), 8, 3),
-        (ExactSupport(), 50, 0),
-        (TeacherTopkSupport(k=8), 0, 0),
-        (TeacherMcSupport(m=8), 0, 0),
+        ({"type": "mc", "m": 4}, 0, 4),
+        ({"type": "path"}, 0, 0),
+        ({"type": "topk", "k": 16}, 16, 0),
+        ({"type": "topk", "k": 64}, 50, 0),
+        ({"type": "atoms_tail", "k": 8, "m": 3}, 8, 3),
+        ({"type": "exact"}, 50, 0),
+        ({"type": "teacher_topk", "k": 8}, 0, 0),
+        ({"type": "teacher_mc", "m": 8}, 0, 0),
     ],
-    ids=lambda value: getattr(value, "type", None),
+    ids=lambda value: value["type"] if isinstance(value, dict) else None,
 )
 def test_the_request_asks_for_what_the_student_selects(support, atoms, draws):
-    _, fleet = generate(REPLY, support)
+    objective = {"type": "forward_kl" if "teacher" in support["type"] else "reverse_kl"}
+    _, fleet = generate(REPLY, {"support": support, "objective": objective})
     (request,) = fleet.requests
     assert (request.num_atoms, request.num_draws) == (atoms, draws)
     assert request.keeps_cache, "the path is recorded whatever else is"
@@ -147,11 +135,9 @@ def test_experts_and_their_weights_come_when_asked_for(experts: bool, gates: boo
     reply = replace(
         REPLY, experts_XLk=np.zeros(shape, np.uint8), gates_XLk=np.ones(shape, np.float32)
     )
-    fleet = FakeFleet(reply)
-    generator = RolloutGenerator(
-        fleet, RolloutConfig(), MC, 50, "run7", routed_experts=experts, routed_gates=gates
-    )
-    rollout = run_virtual(generator.generate(make_prompt(5)))
+    learner = {"routing_replay": "rollout"} if experts else {}
+    learner |= {"routing_weights": "sampler"} if gates else {}
+    rollout, fleet = generate(reply, {"learner": learner})
     (request,) = fleet.requests
     assert (request.experts, request.gates) == (experts, gates)
     assert rollout.experts_XLk is reply.experts_XLk
@@ -205,7 +191,7 @@ def unreachable(*, sent: bool, cause: Exception | None = None) -> ServerUnreacha
 )
 def test_wrong_answers_stop_the_run(error, tries):
     fleet = FakeFleet(error)
-    generator = RolloutGenerator(fleet, RolloutConfig(attempts=3), MC, 50, "run7")
+    generator = make_generator(fleet, attempts=3)
     with pytest.raises(type(error)) as caught:
         run_virtual(generator.generate(make_prompt(5)))
     assert caught.value is error
@@ -213,18 +199,20 @@ def test_wrong_answers_stop_the_run(error, tries):
 
 
 @pytest.mark.parametrize(
-    ("error", "reason"),
+    ("error", "reason", "said"),
     [
-        (unreachable(sent=False), "student_unreachable"),
-        (unreachable(sent=True, cause=TimeoutError()), "timed_out"),
-        (unreachable(sent=True, cause=OSError("reset")), "student_unreachable"),
+        (unreachable(sent=False), "student_unreachable", "no answer"),
+        (unreachable(sent=True, cause=TimeoutError()), "timed_out", "no answer"),
+        (unreachable(sent=True, cause=OSError("reset")), "student_unreachable", "no answer"),
+        (ServerRefused("http://a:1", "/generate", 503, "busy"), "student_unavailable", "HTTP 503"),
+        (ServerRefused("http://a:1", "/generate", 429, "busy"), "student_unavailable", "HTTP 429"),
     ],
 )
-def test_a_prompt_that_no_server_answers_is_tried_again_and_then_dropped(error, reason):
-    """Before: one request that ran out of time ended the run."""
+def test_a_prompt_that_no_server_answers_is_tried_again_and_then_dropped(error, reason, said):
+    """Before: one request that ran out of time, or met a busy gateway, ended the run."""
     fleet = FakeFleet(error)
-    generator = RolloutGenerator(fleet, RolloutConfig(attempts=3), MC, 50, "run7")
-    with pytest.raises(RolloutRejected, match="a:1/generate: no answer") as caught:
+    generator = make_generator(fleet, attempts=3)
+    with pytest.raises(RolloutRejected, match=f"a:1/generate: {said}") as caught:
         run_virtual(generator.generate(make_prompt(5)))
     assert caught.value.reason == reason
     assert len(fleet.requests) == 3
@@ -234,7 +222,7 @@ def test_a_prompt_that_no_server_answers_is_tried_again_and_then_dropped(error, 
 def test_no_request_is_named_as_another_one_begins():
     """SGLang aborts every request whose name begins with that of the one to be aborted."""
     fleet = FakeFleet(unreachable(sent=True))
-    generator = RolloutGenerator(fleet, RolloutConfig(attempts=11), MC, 50, "run7")
+    generator = make_generator(fleet, attempts=11)
     for uid in (1, 11):
         with pytest.raises(RolloutRejected):
             run_virtual(generator.generate(make_prompt(uid)))
@@ -246,7 +234,7 @@ def test_no_request_is_named_as_another_one_begins():
 def test_a_prompt_that_is_sampled_again_has_another_name():
     """Before: the server refused a rollout that was aborted and sampled anew at once."""
     fleet = FakeFleet(REPLY)
-    generator = RolloutGenerator(fleet, RolloutConfig(), MC, 50, "run7")
+    generator = make_generator(fleet)
     for _ in range(2):
         run_virtual(generator.generate(make_prompt(5)))
     first, second = fleet.requests
@@ -269,7 +257,7 @@ def test_a_rollout_whose_connection_breaks_is_sampled_anew_by_another_server():
         async with FakeServer(routes[0]) as broken, FakeServer(routes[1]) as whole:
             clients = [ServerClient(server.url, timeout_s=5) for server in (broken, whole)]
             fleet = Fleet(clients)
-            generator = RolloutGenerator(fleet, RolloutConfig(), MC, 50, "run7")
+            generator = make_generator(fleet)
             try:
                 return await generator.generate(make_prompt(5)), broken.seen, whole.url
             finally:
@@ -304,7 +292,7 @@ def run_flaky(lost: int, guard_of=lambda dead: None, of: int = 3):
     fleet = Flaky(lost, dead, of)
     learner = fakes.Learner()
     weight_sync = fakes.WeightSyncer(fakes.Fleet(), learner)
-    generator = RolloutGenerator(fleet, RolloutConfig(attempts=3), MC, 50, "run7")
+    generator = make_generator(fleet, attempts=3)
     recorder = RunRecorder(RunTotals())
     guard = guard_of(dead)
     ports = Ports(prompts(), generator, fakes.Teacher(), learner, weight_sync, recorder, guard)

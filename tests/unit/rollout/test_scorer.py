@@ -7,21 +7,20 @@ import numpy as np
 import pytest
 
 from megatron_opd.buffer.rejection import ScoreRejected
-from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.sections import ScoringConfig
 from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.records.drops import VERIFIER_REASONS
 from megatron_opd.records.types import VersionSpan
-from megatron_opd.rollout.overlong import Length
 from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, ScoreReply, Selection
 from sglang_bridge.retry import Backoff, retried
+from tests.support.config_files import minimal
 from tests.support.fakes import make_prompt, make_rollout
 
 ROLLOUT = make_rollout(make_prompt(5), (VersionSpan(0, 0, 3),))
 GOOD = np.linspace(-3, -0.1, 6).astype(np.float32)
+DATA = {"train": "train.jsonl"}
 UNREACHABLE = ServerUnreachable("http://t:1", "/generate", "reset", sent=True)
 
 
@@ -42,8 +41,8 @@ class FakeFleet:
 
 def make_scorer(fleets, estimator=None, reward=None, **scoring):
     """Of a vocabulary of 50 ids."""
-    tree = Estimator.model_validate(estimator or {})
-    return FleetScorer(fleets, tree, 50, ScoringConfig(**scoring), "run7", reward)
+    config = minimal(scoring=scoring, **(estimator or {}))
+    return FleetScorer(config, fleets, 50, "run7", reward)
 
 
 def score(*outcomes, attempts=3):
@@ -156,18 +155,22 @@ def test_the_temperature_is_the_teachers():
 
 
 def test_the_prompt_names_its_teacher():
-    fleets = {"teacher": FakeFleet(GOOD), "math": FakeFleet(GOOD - 1)}
+    fleets = {"teacher": FakeFleet(GOOD), "teachers.math": FakeFleet(GOOD - 1)}
+    data = DATA | {"teacher_key": "teacher"}
+    config = minimal(teachers={"math": {"model": "math"}}, data=data)
     rollout = replace(ROLLOUT, prompt=replace(ROLLOUT.prompt, teacher="math"))
-    sample = run_virtual(make_scorer(fleets).score(rollout))
+    sample = run_virtual(FleetScorer(config, fleets, 50, "run7").score(rollout))
     assert sample.teacher_logp_N.tolist() == (GOOD - 1).tolist()
     assert not fleets["teacher"].requests
 
 
-GRPO = {"support": {"type": "path"}, "objective": {"type": "grpo"}}
-WITH_TEACHER = {
+REWARDS = {
     "support": {"type": "path"},
-    "objective": {"type": "grpo", "kl": {"coefficient": 1}},
+    "rollout": {"group_size": 2, "max_new_tokens": 3},
+    "data": DATA | {"task": "exact"},
 }
+GRPO = REWARDS | {"objective": {"type": "grpo"}}
+WITH_TEACHER = REWARDS | {"objective": {"type": "grpo", "kl": {"coefficient": 1}}}
 
 
 def giving(outcome):
@@ -209,8 +212,7 @@ def test_a_failed_verifier_drops_the_sample_before_a_teacher_is_asked(estimator,
     assert not fleet.requests
 
 
-MIXTURE = {
-    "support": {"type": "path"},
+MIXTURE = REWARDS | {
     "objective": {
         "type": "mixture",
         "terms": [{"objective": {"type": "reverse_kl"}}, {"objective": {"type": "grpo"}}],
@@ -249,15 +251,21 @@ def test_a_prompt_that_learns_from_no_reward_needs_no_answer():
         run_virtual(scorer.score(weighed(0.1, 1.0)))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_what_the_length_does_is_in_the_sample_and_a_masked_one_asks_no_teacher(masked):
-    fleet, tree = FakeFleet(GOOD), Estimator.model_validate(MIXTURE)
-    scorer = FleetScorer(
-        *({"teacher": fleet}, tree, 50, ScoringConfig(), "run7", giving(1.0)),
-        lengths=lambda rollout: Length(-0.5, masked),
-    )
-    sample = run_virtual(scorer.score(ROLLOUT))
-    assert (sample.reward, sample.overlong_penalty, sample.masked) == (1.0, -0.5, masked)
+@pytest.mark.parametrize(
+    ("overlong", "penalty", "masked"),
+    [
+        ({"type": "soft_penalty", "cache": 2, "scale": 0.5}, -0.5, False),
+        ({"type": "mask"}, 0.0, True),
+    ],
+)
+def test_what_the_length_does_is_in_the_sample_and_a_masked_one_asks_no_teacher(
+    overlong, penalty, masked
+):
+    fleet = FakeFleet(GOOD)
+    estimator = MIXTURE | {"selection": {"overlong": overlong}}
+    scorer = make_scorer({"teacher": fleet}, estimator, giving(1.0))
+    sample = run_virtual(scorer.score(replace(ROLLOUT, finish_reason="length")))
+    assert (sample.reward, sample.overlong_penalty, sample.masked) == (1.0, penalty, masked)
     assert len(fleet.requests) == (not masked)
     assert sample.has_scores != masked
 

@@ -2,11 +2,11 @@
 
 import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from megatron_opd.config.metrics import MetricsConfig
 from megatron_opd.metrics.opd_health import measure
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.totals import RunTotals
@@ -17,11 +17,14 @@ from megatron_opd.rollout.teacher_health import DRAWS, HealthProbe
 from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.protocol import ScoreReply, ScoreRequest
+from tests.support.config_files import minimal
 from tests.support.fakes import Figures, make_sample
 from tests.support.selections import select
 
 VOCABULARY = 20
 ENDS = frozenset({2, 7})
+METRICS = {"health_every": 2, "health_samples": 3, "health_top_k": 4}
+DATA = {"train": "train.jsonl", "teacher_key": "teacher"}
 
 
 class Servers:
@@ -46,10 +49,12 @@ class Servers:
 
 
 def make_probe(student: Servers, *teachers: Servers, **settings: int) -> HealthProbe:
-    named = dict(zip(("teacher", "maths"), teachers, strict=False))
-    chosen = {"health_every": 2, "health_samples": 3, "health_top_k": 4} | settings
-    metrics = MetricsConfig(**chosen)
-    return HealthProbe(student, named, metrics, (0.5, 2.0), ENDS, VOCABULARY, "run", seed=5)
+    fleets = dict(zip(("student", "teacher", "teachers.maths"), (student, *teachers), strict=False))
+    sections: dict[str, Any] = {"metrics": METRICS | settings, "run": {"seed": 5}}
+    if len(teachers) > 1:
+        sections |= {"teachers": {"maths": {"model": "maths"}}, "data": DATA}
+    config = minimal(rollout={"temperature": 0.5}, scoring={"temperature": 2.0}, **sections)
+    return HealthProbe(config, fleets, VOCABULARY, ENDS)
 
 
 def batch(update: int, samples: int = 5, teacher: str = "teacher") -> Batch:

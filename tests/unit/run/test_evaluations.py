@@ -67,7 +67,11 @@ async def train(
     recorder = Observers([RunRecorder(RunTotals(), clock=clock), Live(found)])
     ports = Ports(
         map(make_prompt, itertools.count(state.next_uid)),
-        *(fleet, Teacher(), learner, WeightSyncer(fleet, learner), recorder),
+        fleet,
+        Teacher(),
+        learner,
+        WeightSyncer(fleet, learner),
+        recorder,
         keeper=EvaluatingKeeper(kept, found),
     )
     controller = Controller(planned(updates, BATCH, 1), ports, state)

@@ -11,10 +11,11 @@ from megatron_opd.controller.errors import LoopFailed
 from megatron_opd.errors import UserError
 from megatron_opd.fleet.ends import FirstCause
 from megatron_opd.inputs.notes import notes
-from megatron_opd.metrics.mismatch_limits import ENOUGH, Bound, MismatchGap, ModelsDiffer
+from megatron_opd.metrics.mismatch_gap import Bound, MismatchGap, ModelsDiffer
+from megatron_opd.metrics.mismatch_limits import ENOUGH
 from megatron_opd.records.types import Batch
 from megatron_opd.run.batch_learner import BatchLearner
-from megatron_opd.run.first_update import NOT_JUDGED, MismatchJudge
+from megatron_opd.run.first_update import NOT_JUDGED, OFF, MismatchJudge
 from megatron_opd.transport.messages import UpdateMetrics
 from tests.support.batches import FIGURES
 from tests.support.wire import config
@@ -22,12 +23,18 @@ from tests.support.wire import config
 FAR, NEAR = 0.3, 1e-9
 
 
-def judged(action: str, told: list[str], **sections: Any) -> MismatchJudge:
+def judge_of(action: str, told: list[str], **sections: Any) -> MismatchJudge | None:
     base = config()
     learner = base.learner.model_copy(update={"mismatch_limit": action, "dtype": "float32"})
     student = base.student.model_copy(update={"dtype": "float32"})
     changed = base.model_copy(update={"learner": learner, "student": student} | sections)
-    return MismatchJudge(changed, told.append, experts=False, gpu=False)
+    return MismatchJudge.of(changed, told.append, experts=False, gpu=False)
+
+
+def judged(action: str, told: list[str]) -> MismatchJudge:
+    judge = judge_of(action, told)
+    assert judge is not None
+    return judge
 
 
 def figures(tokens: int, mean: float) -> UpdateMetrics:
@@ -51,7 +58,7 @@ class Remote:
         return figures(tokens, mean)
 
 
-def trained(judge: MismatchJudge, remote: Remote, updates: int = 1) -> None:
+def trained(judge: MismatchJudge | None, remote: Remote, updates: int = 1) -> None:
     learner: Any = BatchLearner(config(), remote, judge=judge)  # pyright: ignore[reportArgumentType]
     for update in range(updates):
         asyncio.run(learner.train(Batch(update, update, ())))
@@ -110,11 +117,11 @@ def test_a_warning_is_one_line_and_stops_nothing():
 
 def test_nothing_is_judged_where_it_is_off_or_cannot_be_compared():
     cut = config().rollout.model_copy(update={"top_p": 0.9})
-    for judge in (judged("off", []), judged("refuse", [], rollout=cut)):
-        remote = Remote((640, FAR))
-        trained(judge, remote)
-        assert remote.bounds == [None]
-        assert judge.summary() == NOT_JUDGED | {"first_mismatch_verdict": "off"}
+    assert judge_of("off", []) is judge_of("refuse", [], rollout=cut) is None
+    remote = Remote((640, FAR))
+    trained(None, remote)
+    assert remote.bounds == [None]
+    assert {key for key in OFF if OFF[key] != NOT_JUDGED[key]} == {"first_mismatch_verdict"}
     assert judged("refuse", []).summary() == NOT_JUDGED, "no update was made"
 
 

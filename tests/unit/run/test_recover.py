@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from megatron_opd.errors import LearnerError
 from megatron_opd.run import recover as learner_restart
 from megatron_opd.run.recover import LearnerRestarts, last_checkpoint
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.transport.remote_learner import LearnerError
 from tests.support.config_files import minimal
 
 

@@ -113,7 +113,7 @@ def test_who_is_at_fault_is_known(reply: Callable, at_fault: bool):
     with_two({path: answering(rank_answers())}, {path: reply}, scenario)
 
 
-def test_servers_settle_and_those_that_do_not_are_named():
+def test_servers_abandon_a_weight_update_and_those_that_do_not_are_named():
     pause, memory, end = "/pause_generation", "/weights_checker", "/end_weight_update"
     # nothing was open there
     paused = {pause: answering(FINE), memory: answering(rank_answers(**{wire.FREED: ""}))}
@@ -121,7 +121,7 @@ def test_servers_settle_and_those_that_do_not_are_named():
     for bad in ({pause: Silent()}, {**paused, end: answering({}, 500)}):
 
         async def scenario(fleet: Fleet, one: FakeServer, two: FakeServer) -> None:
-            gone = await fleet.settle(0.5)
+            gone = await fleet.abandon_weight_update(0.5)
             assert list(gone) == [two.url]
             assert "within 0.5 s" in gone[two.url] or "HTTP 500" in gone[two.url]
             assert one.seen == [pause, memory, end]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from sglang_bridge import sizes, wire
+from sglang_bridge import wire
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BadReply, BridgeError, ServerRefused, ServerUnreachable
 from sglang_bridge.http import REPLY_BYTES, HttpConnection
@@ -75,9 +75,9 @@ def test_an_announced_flood_is_not_read_at_all():
 
 
 def test_the_request_decides_how_large_a_rollout_may_be():
-    small = sizes.rollout_bytes(REQUEST)
-    assert small < sizes.rollout_bytes(replace(REQUEST, num_draws=64, max_new_tokens=4096))
-    assert small < sizes.rollout_bytes(replace(REQUEST, experts=True))
+    small = REQUEST.reply_bytes
+    assert small < replace(REQUEST, num_draws=64, max_new_tokens=4096).reply_bytes
+    assert small < replace(REQUEST, experts=True).reply_bytes
     assert small < 2 << 20
 
     async def run(call: Callable[[ServerClient], object]) -> None:

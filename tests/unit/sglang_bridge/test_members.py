@@ -54,7 +54,7 @@ def test_a_server_without_weights_gets_no_work_until_it_has_them():
         epoch = fleet.epoch
         fleet.add(Member(client(B)), waits=True)
         assert [member.client.url for member in fleet.present] == [A]
-        assert not fleet.is_stranded
+        assert not fleet.none_serves
         await fleet.let_in()
         assert [member.client.url for member in fleet.present] == [A, B]
         assert fleet.epoch > epoch
@@ -66,17 +66,17 @@ def test_a_server_without_weights_gets_no_work_until_it_has_them():
     run_virtual(scenario())
 
 
-def test_a_fleet_is_stranded_with_servers_that_wait_alone():
+def test_servers_that_wait_alone_are_a_fleet_of_which_none_serves():
     async def scenario() -> None:
         fleet = members(A)
-        stranded = asyncio.create_task(fleet.stranded())
+        none_serves = asyncio.create_task(fleet.until_none_serves())
         fleet.drop(A)
         await asyncio.sleep(1)
-        assert not stranded.done(), "there is nobody who could serve"
+        assert not none_serves.done(), "there is nobody who could serve"
         fleet.add(Member(client(B)), waits=True)
-        await stranded
+        await none_serves
         await fleet.let_in()
-        assert not fleet.is_stranded, "it takes part in the weight sync that is under way"
+        assert not fleet.none_serves, "it takes part in the weight sync that is under way"
 
     run_virtual(scenario())
 
@@ -220,15 +220,15 @@ def test_a_server_drains_no_longer_than_it_may():
     run_virtual(scenario())
 
 
-def test_servers_that_only_drain_and_wait_leave_a_fleet_stranded():
+def test_servers_that_only_drain_and_wait_are_a_fleet_of_which_none_serves():
     async def scenario() -> None:
         fleet = members(A)
         fleet.add(Member(client(B)), waits=True)
-        stranded = asyncio.create_task(fleet.stranded())
+        none_serves = asyncio.create_task(fleet.until_none_serves())
         await asyncio.sleep(1)
-        assert not stranded.done()
+        assert not none_serves.done()
         await fleet.drain(A, 1)
-        assert stranded.done(), "B must get weights now, not with a version that needs work"
+        assert none_serves.done(), "B must get weights now, not with a version that needs work"
 
     run_virtual(scenario())
 

@@ -8,10 +8,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
-from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.sections import RolloutConfig, ScoringConfig
 from megatron_opd.config.servers import ServerConfig
-from megatron_opd.config.supports import McSupport
 from megatron_opd.evaluation.measure import FleetPort
 from megatron_opd.fleet.clients import make_fleet
 from megatron_opd.records.types import VersionSpan
@@ -25,25 +22,26 @@ from sglang_bridge.retry import (
     VERDICT_S,
     Backoff,
     is_lost_connection,
-    is_unanswered,
+    is_unserved,
     retried,
 )
 from tests.support.bridge_replies import FakeServer, Handler, answering, breaking
+from tests.support.config_files import minimal
 from tests.support.fakes import make_prompt, make_rollout
 
 ROLLOUT = make_rollout(make_prompt(5), (VersionSpan(0, 0, 3),))
 BROKEN, BUSY = breaking(10**9, answering({})), answering({"message": "busy"}, 503)
+WRONG = answering({"message": "no such field"}, 400)
 Work = Callable[[Fleet, int], Awaitable[object]]
 
 
 def score(fleet: Fleet, attempts: int) -> Awaitable[object]:
-    estimator, settings = Estimator.model_validate({}), ScoringConfig(attempts=attempts)
-    return FleetScorer({"teacher": fleet}, estimator, 50, settings, "run").score(ROLLOUT)
+    config = minimal(scoring={"attempts": attempts})
+    return FleetScorer(config, {"teacher": fleet}, 50, "run").score(ROLLOUT)
 
 
 def sample(fleet: Fleet, attempts: int) -> Awaitable[object]:
-    settings = RolloutConfig(attempts=attempts)
-    generator = RolloutGenerator(fleet, settings, McSupport(m=4), 50, "run")
+    generator = RolloutGenerator(minimal(rollout={"attempts": attempts}), fleet, 50, "run", ())
     return generator.generate(make_prompt(5))
 
 
@@ -94,12 +92,20 @@ def test_attempts_count_every_try_over_all_servers(
         assert max(seen) == 1, "a repeat goes to another server"
 
 
-def test_an_overloaded_teacher_is_asked_as_often():
-    assert sum(tries(score, 3, [BUSY, BUSY], ScoreRejected)) == 3
+@pytest.mark.parametrize(
+    ("work", "error"),
+    [(score, ScoreRejected), (sample, RolloutRejected), (evaluate, ServerRefused)],
+)
+def test_an_overloaded_server_is_asked_as_often(work: Work, error: type):
+    assert sum(tries(work, 3, [BUSY, BUSY], error)) == 3
 
 
-def test_a_refused_sample_is_not_asked_for_again():
-    assert sum(tries(sample, 3, [BUSY, BUSY], ServerRefused)) == 1
+@pytest.mark.parametrize(
+    ("work", "error"),
+    [(score, ScoreRejected), (sample, ServerRefused), (evaluate, ServerRefused)],
+)
+def test_what_is_refused_for_good_is_not_asked_for_again(work: Work, error: type):
+    assert sum(tries(work, 3, [WRONG, WRONG], error)) == 1
 
 
 def lost(cause: str, *, gone: bool) -> ServerUnreachable:
@@ -127,7 +133,7 @@ def test_a_failed_try_keeps_its_request_no_longer():
         raise lost("reset", gone=False)
 
     async def scenario() -> list[Body | None]:
-        return await retried(call, Backoff(2), is_unanswered)
+        return await retried(call, Backoff(2), is_unserved)
 
     assert run_virtual(scenario()) == [None]
 
@@ -148,7 +154,7 @@ def test_a_server_that_is_taken_out_soon_after_its_connections_broke_does_not_co
             return "done"
 
         began_s = loop.time()
-        return await retried(call, Backoff(3), is_unanswered), loop.time() - began_s
+        return await retried(call, Backoff(3), is_unserved), loop.time() - began_s
 
     done, took_s = run_virtual(scenario())
     assert done == "done"
@@ -168,7 +174,7 @@ def test_a_request_that_stalls_counts_also_where_its_server_is_taken_out():
             raise error
 
         with pytest.raises(ServerUnreachable, match="idle"):
-            await retried(call, Backoff(3), is_unanswered)
+            await retried(call, Backoff(3), is_unserved)
 
     run_virtual(scenario())
     assert asked == [0, 1, 2]
@@ -180,7 +186,7 @@ def test_a_server_that_stays_counts_after_the_verdict():
             raise lost("reset", gone=False)
 
         with pytest.raises(ServerUnreachable, match="reset"):
-            await retried(call, Backoff(3), is_unanswered)
+            await retried(call, Backoff(3), is_unserved)
 
     run_virtual(scenario())
 

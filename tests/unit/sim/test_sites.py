@@ -18,10 +18,17 @@ from megatron_opd.sim.costs import (
     SyncCost,
 )
 from megatron_opd.sim.learner import SimulatedTransport
-from megatron_opd.sim.outcome import Outcome
 from megatron_opd.sim.world import simulate
 from tests.support import simulated
-from tests.support.simulated import ALIKE, BATCH, ROLLOUT_S, STEP_S, TOKENS, VARIED
+from tests.support.simulated import (
+    ALIKE,
+    BATCH,
+    ROLLOUT_S,
+    STEP_S,
+    TOKENS,
+    VARIED,
+    assert_all_accounted,
+)
 
 UPDATE_S, WRITE_S = 5.0, 2.0
 Tree = dict[str, Any]
@@ -72,14 +79,6 @@ def batches_of(config: Config, costs: Costs, lengths: LognormalLengths) -> list[
 
     simulate(config, costs, lengths, recorder)
     return found
-
-
-def assert_all_accounted(outcome: Outcome, updates: int) -> None:
-    accounting = outcome.accounting
-    assert outcome.cause is None
-    assert (accounting.updates, accounting.consumed) == (updates, updates * BATCH)
-    assert accounting.admitted == accounting.consumed + sum(accounting.dropped.values())
-    assert accounting.in_flight == 0
 
 
 # ------------------------------------------------------------ weights

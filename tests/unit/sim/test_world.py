@@ -23,6 +23,7 @@ from tests.support.simulated import (
     STEP_S,
     TOKENS,
     VARIED,
+    assert_all_accounted,
     costs_of,
 )
 
@@ -199,14 +200,6 @@ def test_groups_are_trained_on_whole(order: str) -> None:
         schedule=schedule("async", order=order),
     )
     assert_all_accounted(simulate(config, costs_of(), VARIED), 6)
-
-
-def assert_all_accounted(outcome: Outcome, updates: int) -> None:
-    accounting = outcome.accounting
-    assert outcome.cause is None
-    assert (accounting.updates, accounting.consumed) == (updates, updates * BATCH)
-    assert accounting.admitted == accounting.consumed + sum(accounting.dropped.values())
-    assert accounting.in_flight == 0
 
 
 def test_equal_arguments_give_equal_outcomes_and_another_seed_another() -> None:

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.config.selection import MaskOverlong, OverlongConfig, SoftPenalty
 from megatron_opd.records.types import VersionSpan
-from megatron_opd.rollout.overlong import Length
 from megatron_opd.sites.checking import Forged, received_sample
 from megatron_opd.transport.samples import encode_sample
 from tests.support.fakes import make_prompt
@@ -163,7 +163,19 @@ def test_a_site_without_teachers_brings_no_scores():
     assert found.reward is None
 
 
-def test_the_length_is_judged_here_too():
-    rules = replace(RULES, lengths=lambda rollout: Length(-0.25, masked=True))
-    found = received(rules=rules, overlong_penalty=-0.25, masked=True)
-    assert (found.overlong_penalty, found.masked) == (-0.25, True)
+@pytest.mark.parametrize(
+    ("overlong", "limit", "reason", "penalty", "masked"),
+    [
+        (SoftPenalty(cache=8, scale=0.5), 8, "stop", -0.25, False),
+        (MaskOverlong(), 4, "length", 0.0, True),
+    ],
+)
+def test_the_length_is_judged_here_too(
+    overlong: OverlongConfig, limit: int, reason: str, penalty: float, masked: bool
+):
+    rules = replace(RULES, overlong=overlong, max_new_tokens=limit)
+    same = {"finish_reason": reason, "overlong_penalty": penalty, "masked": masked}
+    found = received(rules=rules, **same)
+    assert (found.overlong_penalty, found.masked) == (penalty, masked)
+    with pytest.raises(Forged, match="length"):
+        received(rules=rules, finish_reason=reason)

@@ -6,11 +6,10 @@ import time
 import pytest
 
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost
-from megatron_opd.sites.hub import NoSiteLeft
-from megatron_opd.sites.intake import TooLate
-from megatron_opd.sites.messages import Farewell, Leaving, Serving, SiteTask, SiteWelcome, Want
-from megatron_opd.transport.samples import encode_sample
+from megatron_opd.sites.dispatcher import TooLate
+from megatron_opd.sites.messages import Farewell, Leaving, SiteTask, SiteWelcome
 from megatron_opd.wire.link.events import Restarted
+from tests.support.delays import Delays
 from tests.support.fakes import Teacher, make_prompt
 from tests.support.hub_links import Sites, done_of, prompt_ids, sample_of
 
@@ -27,7 +26,7 @@ def test_a_site_gets_prompts_and_its_samples_reach_the_controller():
             assert rollout.engine == "a"
             assert rollout.prompt.uid == 1
             assert sites.given("a") == [0, 1, 2]
-            sample = await sites.intake.score(rollout)
+            sample = await sites.dispatcher.score(rollout)
             assert sample.rollout is rollout
             assert sample.teacher_logp_N == pytest.approx(sent.teacher_logp_N, abs=2e-3)
             assert sites.figures("a").samples == 1
@@ -239,8 +238,7 @@ def test_time_on_the_link_counts_by_the_sites_clock():
 
 def test_samples_are_held_back_where_a_study_delays_them():
     async def run():
-        waits = {0: 0.2, 1: 0.0}
-        async with Sites(("a",), hold=lambda site, number: waits[number]) as sites:
+        async with Sites(("a",), delays=Delays({0: 0.2})) as sites:
             await sites.comes("a")
             await sites.ask(0, 1)
             before_s = time.time()
@@ -265,7 +263,7 @@ def test_our_own_teachers_score_what_sites_without_teachers_sampled():
             await sites.comes("a")
             await sites.ask(0)
             await sites.finishes("a", 0)
-            sample = await sites.intake.score(sites.got(0))
+            sample = await sites.dispatcher.score(sites.got(0))
             assert sample.has_scores
 
     asyncio.run(run())
@@ -275,114 +273,7 @@ def test_scores_that_an_earlier_controller_had_are_lost():
     async def run():
         async with Sites(("a",)) as sites:
             with pytest.raises(SamplesLost):
-                await sites.intake.score(sample_of(make_prompt(0)).rollout)
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"protocol": 9}, "protocol 9"),
-        ({"site": "b"}, "calls itself 'b'"),
-        ({"digests": {"a": "c", "x": "y"}}, "other values of a, x"),
-        ({"tokenizer": 3}, "another tokenizer"),
-        ({"model": 3}, "another model"),
-        ({"vocab_size": 8}, "samples from 8 ids, the learner trains 9"),
-        ({"ends": [1]}, "ends responses at ids [1], the learner at [1, 7] (student.model: its gen"),
-        ({"ends": list(range(9999))}, "..."),
-        ({"scores": False}, "sites.members.a.scores true"),
-        ({"slots": 0}, "0 prompts in 0 slots"),
-        ({"holds": [1, 2, 3]}, "3 prompts in 2 slots"),
-    ],
-)
-def test_a_site_that_does_not_fit_is_refused_with_one_line_on_both_sides(changes, words):
-    async def run():
-        async with Sites(("a", "b")) as sites:
-            await sites.comes("a", **changes)
-            await sites.comes("a", **changes)
-            (line,) = sites.said  # the user is told once
-            assert words in line
-            assert "\n" not in line
-            assert sites.told("a", Farewell)[0].cause == line
-            assert sites.figures("a").refused["Hello"] == 2
-            await sites.ask(0)
-            assert sites.given("a") == []
-
-    asyncio.run(run())
-
-
-@pytest.mark.parametrize(("offset_s", "welcome"), [(29.0, True), (31.0, False), (-31.0, False)])
-def test_a_site_with_another_clock_is_refused(offset_s, welcome):
-    async def run():
-        async with Sites(("a",)) as sites:
-            sites.links.offset_s = offset_s
-            await sites.comes("a")
-            assert bool(sites.told("a", SiteWelcome)) is welcome
-            assert ("sites.max_clock_skew_s = 30" in sites.said[0]) is not welcome
-
-    asyncio.run(run())
-
-
-def test_the_prompts_of_a_site_that_comes_back_changed_go_to_others():
-    async def run():
-        async with Sites(lost_after_s=60.0) as sites:
-            await sites.comes("a")
-            await sites.ask(0)
-            await sites.comes("b")
-            await sites.comes("a", model=3)
-            assert sites.given("b") == [0]
-
-    asyncio.run(run())
-
-
-def test_a_site_is_quarantined_after_so_many_faults():
-    async def run():
-        async with Sites(lost_after_s=60.0) as sites:
-            await sites.comes("a")
-            await sites.ask(0, 1)
-            await sites.comes("b")
-            forged = encode_sample(sample_of(make_prompt(0), version=5))
-            for _ in range(2):
-                await sites.say("a", done_of(0), *forged)
-            assert sites.figures("a").faults == 2
-            await sites.garbage("a", b"\xc1")
-            assert "site a is quarantined" in sites.said[-1]
-            assert sites.told("a", Farewell)[0].cause == sites.said[-1]
-            assert sorted(sites.given("b")) == [0, 1]
-            await sites.finishes("a", 1)  # nothing more of it is taken
-            assert not sites.tasks[1].done()
-            await sites.comes("a")
-            assert len(sites.told("a", Farewell)) == 2
-            assert len(sites.told("a", SiteWelcome)) == 1
-            await sites.finishes("b", 0)
-            assert sites.got(0).engine == "b"
-            assert sites.hub.columns()["sites_quarantined"] == 1
-
-    asyncio.run(run())
-
-
-def test_a_prompt_whose_sample_was_forged_is_sampled_again():
-    async def run():
-        async with Sites(("a",)) as sites:
-            await sites.comes("a")
-            await sites.ask(0)
-            await sites.say("a", done_of(0), b"no", b"sample", b"", b"")
-            assert sites.given("a") == [0, 0]
-            assert sites.forgotten("a") == [0]
-            await sites.finishes("a", 0)
-            assert sites.got(0).prompt.uid == 0
-
-    asyncio.run(run())
-
-
-def test_a_run_without_a_sound_site_ends_with_the_cause():
-    async def run():
-        async with Sites(("a",), quarantine_after=1) as sites:
-            await sites.comes("a")
-            await sites.say("a", Serving(4))
-            with pytest.raises(NoSiteLeft, match="version 4, which it was not offered"):
-                await sites.serving
+                await sites.dispatcher.score(sample_of(make_prompt(0)).rollout)
 
     asyncio.run(run())
 
@@ -418,18 +309,6 @@ def test_a_site_that_is_too_far_behind_gets_nothing_until_it_has_caught_up():
     asyncio.run(run())
 
 
-def test_what_makes_no_sense_is_counted_and_changes_nothing():
-    async def run():
-        async with Sites(("a",)) as sites:
-            await sites.say("a", Want("v", "f", 0, 1))
-            assert sites.figures("a").refused["ValueError"] == 1
-            await sites.comes("a")
-            await sites.say("a", Want("v", "f", 0, 1))
-            assert len(sites.versions.wanted) == 1
-
-    asyncio.run(run())
-
-
 def test_every_site_is_told_that_the_run_has_ended():
     async def run():
         async with Sites() as sites:
@@ -449,14 +328,14 @@ def test_the_end_of_a_run_waits_for_who_has_not_heard_of_it():
             await sites.say("c", Leaving())
             await sites.comes("d", digests={"a": "other"})  # is refused
             sites.links.waiting = {"b"}  # its link is broken
-            assert sites.hub.unaware == ["a", "b"]
+            assert sites.hub.awaiting_farewell == ["a", "b"]
             await sites.hub.farewell()
-            assert sites.hub.unaware == ["b"]
+            assert sites.hub.awaiting_farewell == ["b"]
             await sites.comes("b")  # another process, to which nothing is on its way
             assert sites.told("b", Farewell) == [Farewell(None)] * 2
             assert len(sites.told("b", SiteWelcome)) == 1
             sites.links.waiting = set()
-            assert sites.hub.unaware == []
+            assert sites.hub.awaiting_farewell == []
 
     asyncio.run(run())
 
@@ -470,7 +349,40 @@ def test_a_site_that_is_asked_to_begin_anew_hears_of_the_end_too():
             await sites.hub.farewell()
             assert sites.told("a", Farewell) == [Farewell(None)]
             await sites.happens(Restarted, "a")
-            assert sites.hub.unaware == ["a"], "that process is gone"
+            assert sites.hub.awaiting_farewell == ["a"], "that process is gone"
+
+    asyncio.run(run())
+
+
+def test_the_user_is_told_once_of_each_stall_and_how_every_site_does():
+    async def run():
+        async with Sites(max_delay_s=0.05, bound=2) as sites:
+            await sites.comes("a")
+            await asyncio.sleep(0.2)
+            assert not any("no site has sent" in line for line in sites.said), "nothing is asked"
+            await sites.ask(0, 1)
+            await sites.versions.offer(3)
+            await sites.finishes("a", 1)  # a new stall, whatever was said before
+
+            def told() -> list[str]:
+                return [line for line in sites.said if "3 versions behind" in line]
+
+            async def is_told(count: int) -> None:
+                while len(told()) < count:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+
+            await is_told(1)
+            assert "no site has sent" in told()[0]
+            assert "a has weights that are 3 versions behind, gets no prompts above 2" in told()[0]
+            assert "b is away" in told()[0]
+            assert "raise sites.max_staleness" in told()[0]
+            await asyncio.sleep(0.1)
+            count = len(told())
+            await asyncio.sleep(0.2)
+            assert len(told()) == count, "once"
+            await sites.finishes("a", 0)
+            await sites.ask(2)
+            await is_told(count + 1)
 
     asyncio.run(run())
 
@@ -478,7 +390,7 @@ def test_a_site_that_is_asked_to_begin_anew_hears_of_the_end_too():
 def test_the_first_site_is_waited_for():
     async def run():
         async with Sites() as sites:
-            first = asyncio.create_task(sites.hub.first())
+            first = asyncio.create_task(sites.hub.first_site())
             await sites.turns()
             assert not first.done()
             await sites.comes("b")

@@ -17,11 +17,11 @@ class Hub:
         self._looks = list(looks)
 
     @property
-    def unaware(self) -> list[str]:
+    def awaiting_farewell(self) -> list[str]:
         return self._looks.pop(0) if len(self._looks) > 1 else self._looks[0]
 
 
-def told(hub: Hub, monkeypatch: pytest.MonkeyPatch, farewell_s: float) -> list[str]:
+def said_while_waiting(hub: Hub, monkeypatch: pytest.MonkeyPatch, farewell_s: float) -> list[str]:
     """Return what the user was told while the run waited."""
     monkeypatch.setattr(sites_run, "LOOK_S", 0.01)
     monkeypatch.setattr(sites_run, "SAY_S", 0.02)
@@ -31,21 +31,21 @@ def told(hub: Hub, monkeypatch: pytest.MonkeyPatch, farewell_s: float) -> list[s
     sync = {"type": "disk", "directory": "unused"}
     sites._config = minimal(sites=members, weight_sync=sync, evaluation={"problems": 0})
     sites.hub, sites._say = hub, said.append
-    asyncio.run(asyncio.wait_for(sites.heard(), 10))
+    asyncio.run(asyncio.wait_for(sites.farewell_received(), 10))
     return said
 
 
 def test_nobody_is_waited_for_where_all_have_heard(monkeypatch: pytest.MonkeyPatch):
-    assert told(Hub([]), monkeypatch, 60.0) == []
+    assert said_while_waiting(Hub([]), monkeypatch, 60.0) == []
 
 
 def test_who_is_waited_for_is_named(monkeypatch: pytest.MonkeyPatch):
-    (line,) = told(Hub(*[["far"]] * 8, []), monkeypatch, 60.0)
+    (line,) = said_while_waiting(Hub(*[["far"]] * 8, []), monkeypatch, 60.0)
     assert "waiting for sites to hear so, for sites.farewell_s = 60 s at most: far" in line
 
 
 def test_a_site_that_does_not_come_back_is_waited_for_no_longer(monkeypatch: pytest.MonkeyPatch):
-    _, line = told(Hub(["near", "far"]), monkeypatch, 0.1)
+    _, line = said_while_waiting(Hub(["near", "far"]), monkeypatch, 0.1)
     assert "within sites.farewell_s = 0.1 s these sites did not hear" in line
     assert "near, far; stop them with Ctrl-C" in line
     assert "sites.learner_gone_after_s = 21600 s" in line

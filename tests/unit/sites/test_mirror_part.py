@@ -26,7 +26,7 @@ class Servers:
         self.urls = ("http://s0:1", "http://s1:1")
         self.silent: Sequence[str] = ()
         self.fails = 0
-        self.is_stranded = False
+        self.none_serves = False
 
     async def weight_pieces(self) -> Mapping[str, Sequence[Any]]:
         return {url: [] for url in self.urls}
@@ -59,13 +59,13 @@ class Servers:
     async def resume(self) -> None:
         self.log.append("resume")
 
-    async def settle(self, limit_s: float) -> dict[str, str]:
+    async def abandon_weight_update(self, limit_s: float) -> dict[str, str]:
         return {}
 
     async def nothing(self) -> None:
         return None
 
-    let_in = flush_cache = begin_weight_update = abort_all = stranded = nothing
+    let_in = flush_cache = begin_weight_update = abort_all = until_none_serves = nothing
 
 
 class OfStream:

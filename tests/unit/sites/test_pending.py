@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_opd.sites.pending import Pending
+from megatron_opd.sites.pending import PendingPrompts
 from tests.support.fakes import make_prompt
 
 SITES = ("a", "b", "c")
@@ -20,18 +20,18 @@ class World:
     """What sites hold, by what they were sent; `answered` prompts leave them."""
 
     def __init__(self, size: int) -> None:
-        self.pending, self.size, self.uid = Pending(size), size, 0
+        self.pending, self.size, self.uid = PendingPrompts(size), size, 0
         self.slots = {"a": 2, "b": 3, "c": 1}
         self.held: dict[str, set[int]] = {}
         self.asked: set[int] = set()
 
-    def take(self, gifts) -> None:
-        for gift in gifts:
-            held = self.held[gift.site]
-            assert gift.prompt.uid in self.asked
-            assert gift.prompt.uid not in held
-            held.add(gift.prompt.uid)
-            assert len(held) <= self.slots[gift.site]
+    def take(self, assignments) -> None:
+        for each in assignments:
+            held = self.held[each.site]
+            assert each.prompt.uid in self.asked
+            assert each.prompt.uid not in held
+            held.add(each.prompt.uid)
+            assert len(held) <= self.slots[each.site]
 
     def step(self, what: str, number: int) -> None:
         site, pending = SITES[number % 3], self.pending
@@ -60,7 +60,7 @@ class World:
 
     def answer(self, site: str, uid: int) -> None:
         assert self.pending.has(site, uid)
-        holders = self.pending.settle(uid)
+        holders = self.pending.remove(uid)
         assert sorted(holders) == sorted(name for name, held in self.held.items() if uid in held)
         for held in self.held.values():
             held.discard(uid)
@@ -94,18 +94,18 @@ def test_nothing_is_lost_and_nobody_holds_too_much(steps, size):
 
 
 def test_a_group_that_waits_for_slots_stays_with_its_site():
-    pending = Pending(4)
+    pending = PendingPrompts(4)
     pending.join("a", 2, [])
     pending.join("b", 2, [])
-    given = [gift for uid in range(4) for gift in pending.ask(make_prompt(uid))]
-    (site,) = {gift.site for gift in given}
-    assert [gift.prompt.uid for gift in given] == [0, 1]
-    pending.settle(0)
-    assert [(gift.site, gift.prompt.uid) for gift in pending.fill()] == [(site, 2)]
+    given = [each for uid in range(4) for each in pending.ask(make_prompt(uid))]
+    (site,) = {each.site for each in given}
+    assert [each.prompt.uid for each in given] == [0, 1]
+    pending.remove(0)
+    assert [(each.site, each.prompt.uid) for each in pending.fill()] == [(site, 2)]
 
 
 def test_a_site_that_is_back_is_not_given_what_it_has():
-    pending = Pending(1)
+    pending = PendingPrompts(1)
     pending.join("a", 2, [])
     pending.ask(make_prompt(0))
     pending.lose("a", for_good=False)
@@ -116,9 +116,9 @@ def test_a_site_that_is_back_is_not_given_what_it_has():
 
 
 def test_lost_prompts_come_before_those_that_wait():
-    pending = Pending(1)
+    pending = PendingPrompts(1)
     pending.join("a", 1, [])
     for uid in range(3):
         pending.ask(make_prompt(uid))
     pending.lose("a", for_good=True)
-    assert [gift.prompt.uid for gift in pending.join("b", 1, [])] == [0]
+    assert [each.prompt.uid for each in pending.join("b", 1, [])] == [0]

@@ -1,16 +1,17 @@
 """A site pulls versions by ranges of bytes; whatever breaks in between, it ends with the same."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from megatron_opd.sites import pulls as pulls_module
-from megatron_opd.sites.messages import FilePiece, Offer, Want
+from megatron_opd.sites.messages import FilePiece, Offer, Want, decode_to_learner
 from megatron_opd.sites.mirror import BadOffer, Mirror
 from megatron_opd.sites.pulls import TRIES, WINDOW, Pulls
+from tests.support.delays import Delays
 from tests.support.site_versions import Written, files_of, is_served
 
 CONTENT = bytes(range(48))
@@ -43,6 +44,11 @@ class Learner:
         self.said: list[str] = []
         self._open = 0
 
+    async def send(self, parts: Sequence[bytes]) -> None:
+        want = decode_to_learner(parts[0])
+        assert isinstance(want, Want)
+        await self.ask(want)
+
     async def ask(self, want: Want) -> None:
         self.wants.append(want)
         self._open += 1
@@ -63,8 +69,8 @@ class Learner:
         piece = FilePiece(want.name, want.file, want.start)
         self.pulls.arrived(piece, self.edit(want, data))
 
-    def begin(self, mirror: Mirror, hold: Callable[[int], float] | None = None) -> Pulls:
-        self.pulls = Pulls(mirror, self.ask, self.said.append, hold)
+    def begin(self, mirror: Mirror, delays: Delays | None = None) -> Pulls:
+        self.pulls = Pulls(mirror, self, delays or Delays(), self.said.append)
         return self.pulls
 
 
@@ -394,7 +400,7 @@ def test_when_a_delay_is_over_the_newest_version_is_pulled_and_the_next_begins(
     mirror, learner = mirror_of(tmp_path), Learner(written)
 
     async def run() -> None:
-        pulls = learner.begin(mirror, hold=lambda number: (0.02, 9e9)[number])
+        pulls = learner.begin(mirror, Delays({0: 0.02, 1: 9e9}))
         pulls.offered(whole)
         pulls.offered(change)
         assert (pulls.goal, pulls.has_offers) == (None, True)

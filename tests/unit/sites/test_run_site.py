@@ -13,12 +13,12 @@ from megatron_opd.cli.main import main
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import RunFailed, UserError
-from megatron_opd.inputs.models import check_models
 from megatron_opd.launch.health import EngineLost
-from megatron_opd.sites.absence import LearnerGone
+from megatron_opd.sites import run_site
 from megatron_opd.sites.keys import SiteKeys, keys_file
-from megatron_opd.sites.run_site import SiteRun
+from megatron_opd.sites.learner_watchdog import LearnerGone
 from megatron_opd.sites.sampling import NoSuchTeacher
+from megatron_opd.sites.site_ready import SiteReady, get_site_ready, read_input
 from megatron_opd.wire.link.events import LinkRefused
 from sglang_bridge.errors import BadReply
 from tests.support.cli_cases import refused, small_config, tiny_models
@@ -103,12 +103,14 @@ def test_a_student_without_a_tokenizer(
     refused(capsys, site(tmp_path, tree, "far"), "student.model", "no tokenizer")
 
 
-def run_of(tmp_path: Path, models: Path) -> SiteRun:
+def ready_of(tmp_path: Path, models: Path) -> SiteReady:
     tree = tree_of(tmp_path, models)
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(tree))
-    config = load_config(Config, path, [])
-    return SiteRun(config, "far", check_models(config), None, scores=True)
+    site = read_input(load_config(Config, path, []), "far")
+    (tmp_path / "far" / "logs").mkdir(parents=True)
+    keys = SiteKeys("tcp://127.0.0.1:1", b"", b"")
+    return get_site_ready(site, keys, tmp_path / "far", lambda *lines: None)
 
 
 @pytest.mark.parametrize(
@@ -136,14 +138,12 @@ def test_what_ends_a_site_is_told_in_one_line(
     kind: type[Exception],
     said: str,
 ):
-    run = run_of(tmp_path, models)
+    ready = ready_of(tmp_path, models)
 
     async def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(run, "_start", fail)
-    (tmp_path / "far" / "logs").mkdir(parents=True)
-    keys = SiteKeys("tcp://127.0.0.1:1", b"", b"")
+    monkeypatch.setattr(run_site, "bring_up", fail)
     with pytest.raises(kind, match=said) as raised:
-        asyncio.run(run.main(keys, tmp_path / "far"))
+        asyncio.run(run_site.serve(ready))
     assert "\n" not in str(raised.value)

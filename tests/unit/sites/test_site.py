@@ -78,6 +78,7 @@ def test_a_site_says_what_it_is_samples_what_it_is_given_and_sends_it(tmp_path: 
             "student-0",
         )
         assert done.duration_s == pytest.approx(2.0)
+        assert {"samples_sent": 1, "version": 0}.items() <= world.site.counts().items()
         assert 0 <= done.age_s < LIMIT_S
         assert done.shape is not None
         assert done.shape.mean == pytest.approx(-0.7)
@@ -103,7 +104,7 @@ def test_without_an_offer_it_samples_with_version_0_and_else_first_takes_the_new
         kinds = [type(message) for message, _ in world.link.sent]
         assert kinds.index(Serving) < kinds.index(SiteDone)
         assert world.link.got(Serving) == [Serving(4)]
-        assert world.held.count == 1
+        assert world.rollouts.holds == 1
         (frames,) = [frames for message, frames in world.link.sent if isinstance(message, SiteDone)]
         assert decode_sample(1, frames).rollout.oldest_version == 4
 

@@ -22,6 +22,7 @@ from megatron_opd.sites.messages import (
     decode_to_learner,
     encode,
 )
+from megatron_opd.sites.version_server import VersionServer
 from megatron_opd.sites.versions import SiteVersions
 from megatron_opd.transport.samples import decode_sample
 from megatron_opd.wire.link.ends import LinkClient, LinkServer
@@ -43,7 +44,8 @@ class Learner:
         self.writes = WritingLearner(directory, CONTENT)
         self.server = LinkServer(address, secret, {"far": site}, SETTINGS)
         config = minimal(weight_sync={"type": "disk", "directory": str(directory)})
-        self.versions = SiteVersions(self.writes.ask, config, self.send)
+        self.version_server = VersionServer(self)
+        self.versions = SiteVersions(self.writes.ask, config, self.version_server)
         self.heard: list[tuple[ToLearner, Sequence[bytes | memoryview]]] = []
         self.run = "r1"
         self.wanted: list[int] = []
@@ -72,10 +74,10 @@ class Learner:
             self.heard.append((message, event.parts[1:]))
             if isinstance(message, SiteHello):
                 await self.send("far", SiteWelcome(self.run, 10, self.wanted))
-                await self.versions.joined("far")
+                await self.version_server.joined("far")
                 self.joined += 1
             elif isinstance(message, Want):
-                self.versions.wants("far", message)
+                self.version_server.wants("far", message)
 
     async def close(self, linger_s: float = 0.0) -> None:
         self._task.cancel()

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from megatron_opd.sites import versions as versions_module
+from megatron_opd.sites import version_server as server_module
 from megatron_opd.sites.messages import FilePiece, MissingPiece, Offer, ToSite, Want
-from megatron_opd.sites.shelf import BadWant
-from megatron_opd.sites.versions import MAX_WANTS, SiteVersions
+from megatron_opd.sites.version_server import MAX_WANTS, VersionServer
+from megatron_opd.sites.version_store import BadWant
+from megatron_opd.sites.versions import SiteVersions
 from megatron_opd.weight_sync.disk_messages import Open, Write
 from sglang_bridge.errors import WeightSyncFailed
 from tests.support.config_files import minimal
@@ -29,7 +30,7 @@ class Sides(WritingLearner):
         self.full: set[str] = set()
         self.breaks: Exception | None = None
 
-    async def send(self, site: str, message: ToSite, frames: Sequence[bytes]) -> None:
+    async def send(self, site: str, message: ToSite, frames: Sequence[bytes] = ()) -> None:
         if site in self.full:
             await asyncio.Event().wait()
         if self.breaks is not None:
@@ -45,9 +46,10 @@ def sides(tmp_path: Path) -> Sides:
     return Sides(tmp_path / "weights")
 
 
-def versions_of(sides: Sides, **settings: object) -> SiteVersions:
+def versions_of(sides: Sides, **settings: object) -> tuple[SiteVersions, VersionServer]:
     sync = {"type": "disk", "directory": str(sides.directory), **settings}
-    return SiteVersions(sides.ask, minimal(weight_sync=sync), sides.send)
+    server = VersionServer(sides)
+    return SiteVersions(sides.ask, minimal(weight_sync=sync), server), server
 
 
 async def soon(happened: Any) -> None:
@@ -58,14 +60,14 @@ async def soon(happened: Any) -> None:
 def test_a_weight_sync_writes_and_offers_and_waits_for_no_site(
     sides: Sides, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(versions_module, "TELL_S", 0.01)
+    monkeypatch.setattr(server_module, "OFFER_S", 0.01)
 
     async def run() -> None:
-        versions = versions_of(sides)
+        versions, server = versions_of(sides)
         await versions.open()
         sides.full.add("slow")
-        joining = asyncio.create_task(versions.joined("slow"))
-        await versions.joined("quick")
+        joining = asyncio.create_task(server.joined("slow"))
+        await server.joined("quick")
         for number in (0, 1, 2):
             report = await versions.sync(number)
             assert (report.version, report.num_bytes, report.tries) == (number, 10, 1)
@@ -91,24 +93,24 @@ def test_a_weight_sync_writes_and_offers_and_waits_for_no_site(
 
 def test_a_site_that_comes_is_offered_the_newest_first_and_gets_what_it_asks_for(sides: Sides):
     async def run() -> None:
-        versions = versions_of(sides)
+        versions, server = versions_of(sides)
         await versions.open()
         await versions.sync(0)
-        await versions.joined("early")
+        await server.joined("early")
         offered = sides.to("early", Offer)[0]
-        versions.wants("early", Want(offered.name, FILE, 0, 4))
+        server.wants("early", Want(offered.name, FILE, 0, 4))
         await versions.sync(1)  # the first one is being pulled, and stays
-        await versions.joined("late")
+        await server.joined("late")
         assert [offer.version for offer in sides.to("late", Offer)] == [1, 0]
-        versions.wants("early", Want(offered.name, FILE, 4, 10))
+        server.wants("early", Want(offered.name, FILE, 4, 10))
         await soon(lambda: len(sides.to("early", FilePiece)) == 2)
         assert [data for name, _, data in sides.sent if name == "early" and data] == [
             b"weig",
             b"hts000",
         ]
-        assert versions.num_bytes == {"early": 10}
-        await versions.left("early")
-        versions.wants("late", Want(offered.name, FILE, 0, 4))
+        assert server.num_bytes == {"early": 10}
+        await server.left("early")
+        server.wants("late", Want(offered.name, FILE, 0, 4))
         await soon(lambda: sides.to("late", MissingPiece) == [MissingPiece(offered.name)])
         await versions.close()
 
@@ -117,20 +119,20 @@ def test_a_site_that_comes_is_offered_the_newest_first_and_gets_what_it_asks_for
 
 def test_a_site_that_asks_for_too_much_or_for_what_is_not_there_is_told_apart(sides: Sides):
     async def run() -> None:
-        versions = versions_of(sides)
+        versions, server = versions_of(sides)
         await versions.open()
         await versions.sync(0)
-        await versions.joined("a")
+        await server.joined("a")
         (offer,) = sides.to("a", Offer)
         for want in (Want(offer.name, "../owner", 0, 1), Want(offer.name, FILE, 0, 99)):
             with pytest.raises(BadWant):
-                versions.wants("a", want)
+                server.wants("a", want)
         sides.full.add("a")
         for _ in range(MAX_WANTS):
-            versions.wants("a", Want(offer.name, FILE, 0, 1))
+            server.wants("a", Want(offer.name, FILE, 0, 1))
         with pytest.raises(BadWant, match="more than 16 ranges at once"):
-            versions.wants("a", Want(offer.name, FILE, 0, 1))
-        versions.wants("stranger", Want(offer.name, FILE, 0, 1))  # nothing is sent to it
+            server.wants("a", Want(offer.name, FILE, 0, 1))
+        server.wants("stranger", Want(offer.name, FILE, 0, 1))  # nothing is sent to it
         await versions.close()
 
     asyncio.run(run())
@@ -140,7 +142,7 @@ def test_a_site_that_asks_for_too_much_or_for_what_is_not_there_is_told_apart(si
 
 def test_what_cannot_be_written_is_tried_again_whole_and_then_ends_the_run(sides: Sides):
     async def run() -> None:
-        versions = versions_of(sides, tries=2)
+        versions, _ = versions_of(sides, tries=2)
         await versions.open()
         await versions.sync(0)
         sides.refuse = ["disk full"]
@@ -158,12 +160,12 @@ def test_what_cannot_be_written_is_tried_again_whole_and_then_ends_the_run(sides
 
 def test_another_learner_writes_to_a_directory_of_its_own_and_no_name_comes_twice(sides: Sides):
     async def run() -> None:
-        versions = versions_of(sides)
+        versions, server = versions_of(sides)
         await versions.open()
-        await versions.joined("a")
+        await server.joined("a")
         await versions.sync(4)
         await versions.start_over()
-        await versions.joined("a")  # says Hello anew; nothing of the one before is offered
+        await server.joined("a")  # says Hello anew; nothing of the one before is offered
         assert [offer.version for offer in sides.to("a", Offer)] == [4]
         await versions.sync(2)
         await soon(lambda: len(sides.to("a", Offer)) == 2)
@@ -179,22 +181,22 @@ def test_another_learner_writes_to_a_directory_of_its_own_and_no_name_comes_twic
 
 def test_what_a_full_link_kept_from_a_site_is_not_sent_after_another_learner_began(sides: Sides):
     async def run() -> None:
-        versions = versions_of(sides)
+        versions, server = versions_of(sides)
         await versions.open()
         await versions.sync(4)
         free = asyncio.Event()
-        send = versions._send
+        send = sides.send
 
-        async def slow(site: str, message: ToSite, frames: Sequence[bytes]) -> None:
+        async def slow(site: str, message: ToSite, frames: Sequence[bytes] = ()) -> None:
             await free.wait()
             await send(site, message, frames)
 
-        versions._send = slow
-        joining = asyncio.create_task(versions.joined("a"))
+        sides.send = slow  # type: ignore[method-assign]
+        joining = asyncio.create_task(server.joined("a"))
         await asyncio.sleep(0)
         await versions.start_over()
         free.set()
-        await versions.joined("a")
+        await server.joined("a")
         await versions.sync(2)
         await soon(lambda: sides.to("a", Offer))
         assert [offer.version for offer in sides.to("a", Offer)] == [2]
@@ -206,12 +208,12 @@ def test_what_a_full_link_kept_from_a_site_is_not_sent_after_another_learner_beg
 
 def test_a_failure_to_serve_ends_the_run_instead_of_a_silent_site(sides: Sides):
     async def run() -> None:
-        versions = versions_of(sides)
+        versions, server = versions_of(sides)
         await versions.open()
         await versions.sync(0)
         sides.breaks = RuntimeError("the link is closed")
         with pytest.raises(RuntimeError, match="the link is closed"):
-            await versions.joined("a")
+            await server.joined("a")
         async with asyncio.timeout(30):
             with pytest.raises(RuntimeError, match="the link is closed"):
                 await versions.serve_on(lambda: 0, asyncio.Lock())

@@ -370,8 +370,8 @@ def test_accuracies_of_the_learners_own_weights_are_compared_by_seed():
 def test_seconds_to_an_accuracy_leave_out_what_evaluations_took():
     fast = of_setting("clock", "async", 1, 84.0, evaluations=EVALUATIONS)
     assert wall_clock.curve(fast) == [(15.0, 80.0), (29.0, 88.0), (45.0, 84.0)]
-    assert wall_clock.seconds_to(fast, 85.0) == 29.0
-    assert wall_clock.seconds_to(fast, 90.0) is None
+    assert wall_clock.seconds_to(wall_clock.curve(fast), 85.0) == 29.0
+    assert wall_clock.seconds_to(wall_clock.curve(fast), 90.0) is None
     later = [each | {"time_s": 2 * each["time_s"] + each["seconds"]} for each in EVALUATIONS]
     strict = of_setting("clock", "sync", 1, 86.0, evaluations=later)
     wrong = of_setting("clock", "flipped", 1, 3.0, evaluations=EVALUATIONS)

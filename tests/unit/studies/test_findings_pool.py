@@ -23,7 +23,8 @@ def left_by_a_run(run_dir: Path, cause: str | None) -> None:
     summary = dict.fromkeys(rows_module.SUMMARY, 1.0) | {"status": "failed", "cause": cause}
     (run_dir / "summary.json").write_text(json.dumps(summary | {"commit": "abc"}))
     (run_dir / "metrics.jsonl").write_text(json.dumps({"entropy_nats": 0.123456}) + "\n")
-    (run_dir / "evaluations.jsonl").write_text(json.dumps({"update": 96, "accuracy_pct": 7.0}))
+    evaluation = json.dumps({"update": 96, "accuracy_pct": 7.0})
+    (run_dir / "evaluations.jsonl").write_text(f"{evaluation}\n")
 
 
 class FakeRuns:

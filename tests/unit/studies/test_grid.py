@@ -46,7 +46,7 @@ def fake(calls: list[str], causes: dict[str, str] | None = None) -> Launch:
             dict.fromkeys(CURVES, seed + update) | ({} if update % 2 else {"probs_diff_mean": None})
             for update in range(6)
         ]
-        (run_dir / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (run_dir / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         return 0 if cause is None else 1
 
     return launch

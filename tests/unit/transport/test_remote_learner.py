@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from megatron_opd.errors import LearnerError
 from megatron_opd.learner.channel import ControllerChannel
 from megatron_opd.records.types import Batch
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.frames import from_frames
-from megatron_opd.transport.remote_learner import Admission, LearnerError, RemoteLearner
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
 from sglang_bridge.protocol import WeightPiece
 from tests.support.batches import FIGURES, SCORES, done, make_batch, make_shares, silent
 from tests.support.wire import KEYS, Rank, channel, config, drive, hello

@@ -1,7 +1,6 @@
 """`opd watch` closes connections that ask too slowly, and leaves a browser's alone."""
 
 import asyncio
-import contextlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -12,9 +11,9 @@ from megatron_opd.watch import serving
 from megatron_opd.watch.serving import listen, serve
 from sglang_bridge.arrivals import Arrivals
 from sglang_bridge.refusals import Refusals
+from tests.support.slow_client import HEAD_S, LIMIT_S, closed, dripped
 from tests.support.watched_run import write_run
 
-HEAD_S, LIMIT_S = 0.4, 60.0
 Connection = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Open = Callable[[bytes], Awaitable[Connection]]
 
@@ -72,32 +71,6 @@ async def status(reader: asyncio.StreamReader) -> int:
         sizes = [int(field[1]) for field in fields if field[0] == b"content-length"]
         await reader.readexactly(sizes[0])
     return int(head.split(b" ", 2)[1])
-
-
-async def closed(reader: asyncio.StreamReader) -> bytes:
-    """Waits until the server closes; what it said before."""
-    async with asyncio.timeout(LIMIT_S):
-        try:
-            return await reader.read()
-        except ConnectionError:
-            return b""
-
-
-async def dripped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, data: bytes) -> bytes:
-    """Sends a byte now and then; what the server said before it closed."""
-
-    async def drip() -> None:
-        with contextlib.suppress(ConnectionError):
-            for byte in data:
-                writer.write(bytes([byte]))
-                await writer.drain()
-                await asyncio.sleep(HEAD_S / 10)
-
-    sending = asyncio.create_task(drip())
-    try:
-        return await closed(reader)
-    finally:
-        sending.cancel()
 
 
 def test_who_asks_slowly_is_cut_and_counted(

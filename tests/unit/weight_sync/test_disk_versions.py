@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_opd.weight_sync.disk_versions import Stream, left_behind, needed, told
+from megatron_opd.weight_sync.disk_versions import Stream, error_text, left_behind, needed
 from sglang_bridge.weights.manifest import version_name
 
 
@@ -75,4 +75,4 @@ def test_a_failure_names_path_and_remedy(number: int, said: str):
         OSError(number, os.strerror(number)),
         OSError(number, os.strerror(number), "/d/f"),
     ):
-        assert told(error, Path("/d/f")).startswith(said)
+        assert error_text(error, Path("/d/f")).startswith(said)

@@ -131,7 +131,7 @@ def test_a_server_that_dies_while_memory_changes_hands_is_given_up(step: str):
 
     log = scripted(one_window).log
     assert f"drop {B}" in log
-    assert log[log.index("settle") :].count(step) == 1, "it is taken again, by the others"
+    assert log[log.index("abandon") :].count(step) == 1, "it is taken again, by the others"
 
 
 def test_a_server_that_comes_back_in_an_update_has_nothing_to_take_back():
@@ -154,7 +154,7 @@ def test_room_that_cannot_be_made_fails_and_leaves_the_servers_whole():
         assert not any(servers.given_up.values())
 
     log = scripted(never, tries=2).log
-    assert log == ["release", "onload", "settle"] * 2
+    assert log == ["release", "onload", "abandon"] * 2
 
 
 def test_servers_that_stay_busy_are_given_up_in_time():

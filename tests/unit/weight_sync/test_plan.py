@@ -13,14 +13,14 @@ import pytest
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.weight_sync.holdings import Held, as_held, learner_holdings, server_holdings
 from megatron_opd.weight_sync.plan import (
-    Room,
     ServerLayout,
     SyncPlan,
+    SyncSettings,
     plan_sync,
     staged_names,
 )
 from megatron_opd.weight_sync.reshard import CannotReshard, plan_routes
-from sglang_bridge.weights.schedule import Bucket
+from sglang_bridge.weights.message_order import Bucket
 from sglang_bridge.weights.share import PAUSED, PEERS, STAGED, decode_share
 from tests.support.published import spec_of
 from tests.support.random_layouts import Case, random_case
@@ -37,7 +37,7 @@ def first_receivers(servers: Sequence[ServerLayout]) -> list[int]:
 
 
 def plan_of(case: Case) -> SyncPlan:
-    return plan_sync(case.spec, case.parallel, {}, case.servers, case.room)
+    return plan_sync(case.spec, case.parallel, {}, case.servers, case.settings)
 
 
 def shares_of(case: Case, plan: SyncPlan) -> list[dict[str, list[Message]]]:
@@ -109,7 +109,7 @@ def check_sent_once(case: Case, shares: list[dict[str, list[Message]]]) -> None:
             if sender == me
             for piece in pieces
         ]
-        assert case.room.relays or not passed_on
+        assert case.settings.relays or not passed_on
         assert len({piece for _, piece in passed_on}) == len(passed_on)
 
 
@@ -135,12 +135,12 @@ def check_parts(case: Case, shares: list[dict[str, list[Message]]]) -> None:
     """Every receiver gets what its layout says, each index once, from a rank that holds it."""
     senders = case.parallel.world_size
     sources: dict[str, list[Held]] = defaultdict(list)
-    for held in as_held(learner_holdings(case.spec, case.parallel), case.room.format):
+    for held in as_held(learner_holdings(case.spec, case.parallel), case.settings.format):
         sources[held.name].append(held)
     firsts = first_receivers(case.servers)
     for first, layout in zip(firsts, case.servers, strict=False):
         wanted: dict[int, dict[str, Held]] = defaultdict(dict)
-        for held in as_held(server_holdings(case.spec, layout.tp, layout.ep), case.room.format):
+        for held in as_held(server_holdings(case.spec, layout.tp, layout.ep), case.settings.format):
             for rank in held.ranks:
                 wanted[rank][held.name] = held
         for rank in range(layout.tp):
@@ -175,7 +175,7 @@ def check_staged(case: Case, shares: list[dict[str, list[Message]]]) -> None:
     firsts = first_receivers(case.servers)
     for first, layout in zip(firsts, case.servers, strict=False):
         sizes: Counter[tuple[int, str]] = Counter()
-        for held in as_held(server_holdings(case.spec, layout.tp, layout.ep), case.room.format):
+        for held in as_held(server_holdings(case.spec, layout.tp, layout.ep), case.settings.format):
             one = {"plain": 2, "numbers": 1, "scales": 4}[held.kind]
             for dim, size in enumerate(held.shape):
                 one *= held.length if dim == held.dim else size
@@ -187,7 +187,7 @@ def check_staged(case: Case, shares: list[dict[str, list[Message]]]) -> None:
                 kind: {name for *_, slices in share[kind] for name, *_ in slices} for kind in share
             }
             assert not names[STAGED] & names[PAUSED]
-            assert sum(sizes[rank, name] for name in names[STAGED]) <= case.room.max_staged
+            assert sum(sizes[rank, name] for name in names[STAGED]) <= case.settings.max_staged
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -203,7 +203,7 @@ def test_random_layouts_are_planned_whole(block: int):
             check_parts(case, shares)
             check_staged(case, shares)
             check_sent_once(case, shares)
-            if case.room.relays:
+            if case.settings.relays:
                 check_learner_sends_once(case, plan)
         except (AssertionError, ValueError) as error:
             raise AssertionError(f"random_case({seed}): {case}") from error
@@ -264,7 +264,7 @@ def test_a_plan_for_235b(capsys: pytest.CaptureFixture[str]):
     parallel = ParallelConfig(tp=4, pp=2, dp=8, ep=32, etp=1)
     servers = [ServerLayout(8, 8)] * 8
     started = time.perf_counter()
-    plan = plan_sync(spec, parallel, {}, servers, Room("bfloat16", None, 2**28, 0))
+    plan = plan_sync(spec, parallel, {}, servers, SyncSettings("bfloat16", None, 2**28, 0))
     planned = time.perf_counter()
     buckets = plan.outgoing(5, staged=False)
     outgoing = time.perf_counter()

@@ -61,7 +61,7 @@ def test_what_fails_once_is_tried_again_with_all_servers(step: str):
     report = run_virtual(synced(servers))
     assert report.tries == 2
     require_served(servers, A, B, C)
-    assert servers.log.index("settle") < servers.log.index("reopen")
+    assert servers.log.index("abandon") < servers.log.index("reopen")
     # what a failed try left there is compared once it is live
     assert servers.log[-3:] == ["verify live", "continue", "versions"]
 
@@ -201,7 +201,7 @@ def test_servers_that_outlived_their_controller_sample_nothing_but_the_new_ones_
     async def scenario() -> None:
         sync = WeightSync(servers, Learner(), servers, WeightSyncConfig())
         await sync.open(used=True)
-        assert servers.log[:2] == ["abort", "settle"]
+        assert servers.log[:2] == ["abort", "abandon"]
         assert not any(servers.samples.values()), "they hold weights of another version"
         servers.log.clear()
         assert (await sync.sync(1)).tries == 1
@@ -436,7 +436,7 @@ def test_a_server_leaves_between_two_weight_syncs():
         await sync.open()
         syncing = asyncio.create_task(sync.sync(1))
         await asyncio.sleep(0.25)
-        parting = asyncio.create_task(sync.part_with(B, lambda: servers.drop(B)))
+        parting = asyncio.create_task(sync.remove_server(B, lambda: servers.drop(B)))
         await syncing
         assert f"drop {B}" not in servers.log
         assert await parting is None
@@ -458,7 +458,7 @@ def test_a_server_leaves_a_run_whose_others_do_not_answer():
         sync = WeightSync(servers, Learner(), servers, WeightSyncConfig(timeout_s=LIMIT_S))
         await sync.open()
         servers.lost.add(C)
-        assert "no answer within" in str(await sync.part_with(B, lambda: servers.drop(B)))
+        assert "no answer within" in str(await sync.remove_server(B, lambda: servers.drop(B)))
         assert servers.urls == (A, C)
 
     run_virtual(scenario())
@@ -472,7 +472,7 @@ def test_a_server_that_has_no_weights_yet_just_leaves():
         await sync.open()
         servers.log.clear()
         servers.add("http://d:4")
-        assert await sync.part_with("http://d:4", servers.waiting.clear) is None
+        assert await sync.remove_server("http://d:4", servers.waiting.clear) is None
         assert (servers.log, servers.waiting) == ([], [])
 
     run_virtual(scenario())

@@ -11,7 +11,7 @@ from megatron_opd.models.views import View
 from megatron_opd.weight_sync.shards_messages import Listening, SendOutcome, SendShards, encode
 from megatron_opd.weight_sync.shards_sender import ShardsSender, cut
 from megatron_opd.wire.codec import BadMessage
-from sglang_bridge.weights.schedule import SlicePart
+from sglang_bridge.weights.message_order import SlicePart
 from tests.support.config_files import minimal
 
 # rows 4..9 and 14..19 of a tensor, as two KV groups' rows may lie

@@ -50,7 +50,7 @@ class Wire:
         self.versions = dict.fromkeys(URLS, 0)
         self.pieces = dict.fromkeys(URLS, PIECES)
         self.staged = dict.fromkeys(URLS, PIECES)
-        self.unsettled = {}
+        self.not_abandoned = {}
         self.running = True
         self.sent = [asyncio.Event() for _ in BUCKETS]
         self.wanted = [asyncio.Event() for _ in BUCKETS]
@@ -117,9 +117,9 @@ class FakeFleet(SameServers):
     async def abort_all(self):
         raise NotImplementedError
 
-    async def settle(self, limit_s):
-        await self.wire.step("settle")
-        return self.wire.unsettled
+    async def abandon_weight_update(self, limit_s):
+        await self.wire.step("abandon")
+        return self.wire.not_abandoned
 
     async def weight_digests(self, *, staged=False):
         await self.wire.step("verify staged" if staged else "verify")

@@ -96,7 +96,7 @@ class Servers(SameServers):
     async def abort_all(self):
         raise NotImplementedError
 
-    async def settle(self, limit_s):
+    async def abandon_weight_update(self, limit_s):
         return {}
 
     async def weight_digests(self, *, staged=False):

@@ -6,17 +6,17 @@ import queue
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 import zmq
 import zmq.asyncio
 
+from megatron_opd.errors import LearnerError
 from megatron_opd.transport import messages as m
-from megatron_opd.transport.remote_learner import Admission, LearnerError, RemoteLearner
-from megatron_opd.wire import gate
+from megatron_opd.transport.remote_learner import Admission, RemoteLearner
+from megatron_opd.wire import sockets
 from megatron_opd.wire.keys import RankKeys, RunKeys
 from tests.support.batches import FIGURES, done, make_shares
 from tests.support.wire import KEYS, Rank, channel, config, connect, drive, hello
@@ -203,9 +203,9 @@ def test_a_rank_whose_model_is_refused_is_no_stranger(caplog: pytest.LogCaptureF
 
 
 def test_both_ends_notice_a_host_that_vanished(monkeypatch: pytest.MonkeyPatch):
-    assert gate.HEARTBEAT_MS + gate.HEARTBEAT_TIMEOUT_MS <= 10_000
-    monkeypatch.setattr(gate, "HEARTBEAT_MS", 100)
-    monkeypatch.setattr(gate, "HEARTBEAT_TIMEOUT_MS", 300)
+    assert sockets.HEARTBEAT_MS + sockets.HEARTBEAT_TIMEOUT_MS <= 10_000
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 300)
 
     async def body(remote: RemoteLearner, cut: Callable[[], None], lost: queue.Queue[str]) -> None:
         cut()
@@ -217,8 +217,8 @@ def test_both_ends_notice_a_host_that_vanished(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_controller_that_is_busy_is_not_taken_for_gone(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(gate, "HEARTBEAT_MS", 100)
-    monkeypatch.setattr(gate, "HEARTBEAT_TIMEOUT_MS", 500)
+    monkeypatch.setattr(sockets, "HEARTBEAT_MS", 100)
+    monkeypatch.setattr(sockets, "HEARTBEAT_TIMEOUT_MS", 500)
 
     async def body(remote: RemoteLearner, cut: Callable[[], None], lost: queue.Queue[str]) -> None:
         time.sleep(1.5)  # noqa: ASYNC251  what is tested: nothing else runs on this loop
@@ -270,64 +270,3 @@ def test_strangers_do_not_hold_up_the_wire_while_the_controller_is_busy():
                 stranger.sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(80))
     finally:
         remote.close()
-
-
-@asynccontextmanager
-async def guarded() -> AsyncIterator[tuple[gate.Gate, Callable[[], Awaitable[Any]]]]:
-    """A gate, and what lets a peer speak over a new connection: (its socket, the first frame)."""
-    with zmq.asyncio.Context() as context, zmq.asyncio.Context() as others:
-        socket = context.socket(zmq.ROUTER)
-        guard = gate.Gate(context, socket, KEYS.controller, KEYS.admitted)
-        socket.bind("tcp://127.0.0.1:*")
-
-        async def speaks() -> tuple[zmq.Socket[bytes], zmq.Frame]:
-            peer = connect(others, socket.get_string(zmq.LAST_ENDPOINT))
-            await peer.send(b"hello")
-            return peer, (await socket.recv_multipart(copy=False))[0]
-
-        answering = asyncio.create_task(guard.answer())
-        try:
-            yield guard, speaks
-        finally:
-            answering.cancel()
-            guard.close()
-            socket.close()
-            others.destroy(linger=0)
-
-
-def test_the_end_of_a_connection_is_not_that_of_the_next_with_its_descriptor():
-    """Before: a data worker that came as another ended was taken for lost, and awaited for ever."""
-
-    async def main() -> None:
-        async with guarded() as (guard, speaks):
-            former, frame = await speaks()
-            guard.name(frame, b"former")
-            descriptor = frame.get(zmq.SRCFD)
-            former.close(linger=0)
-            await asyncio.sleep(0.1)  # ZeroMQ knows of its end, and nobody has looked
-            peer, frame = await speaks()
-            assert frame.get(zmq.SRCFD) == descriptor, "what is tested"
-            guard.name(frame, b"next")
-            assert guard.ended() == [b"former"]
-            peer.close(linger=0)
-            await guard.monitor.poll()
-            guard.look()
-            assert guard.ended() == [b"next"]
-            assert guard.ended() == []
-
-    asyncio.run(main())
-
-
-def test_who_ends_before_it_is_named_is_told_by_name():
-    async def main() -> None:
-        async with guarded() as (guard, speaks):
-            peer, frame = await speaks()
-            peer.close(linger=0)
-            await asyncio.sleep(0.1)
-            guard.look()
-            assert not guard.has_named(b"short")
-            guard.name(frame, b"short")
-            assert guard.has_named(b"short")
-            assert guard.ended() == [b"short"]
-
-    asyncio.run(main())

@@ -206,17 +206,19 @@ def _make_read_only(root: str) -> None:
     size = ctypes.c_size_t(ctypes.sizeof(attributes))
     path = root.encode()
     result = _LIBC.syscall(
-        *(ctypes.c_long(_SYS_MOUNT_SETATTR), _AT_FDCWD, path, _AT_RECURSIVE),
-        *(ctypes.byref(attributes), size),
+        ctypes.c_long(_SYS_MOUNT_SETATTR),
+        _AT_FDCWD,
+        path,
+        _AT_RECURSIVE,
+        ctypes.byref(attributes),
+        size,
     )
     _call("mount_setattr (Linux 5.12)", result)
 
 
 def _mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
-    result = _LIBC.mount(
-        *(source.encode(), target.encode(), None if kind is None else kind.encode()),
-        *(ctypes.c_ulong(flags), data.encode()),
-    )
+    words = [None if word is None else word.encode() for word in (source, target, kind)]
+    result = _LIBC.mount(*words, ctypes.c_ulong(flags), data.encode())
     _call(f"mount {target.removesuffix('/')}", result)
 
 

@@ -181,11 +181,11 @@ def test_gate_weights_have_rows_of_their_own(config: dict[str, Any]):
 def test_a_failure_keeps_the_logs_and_names_them(
     tmp_path: Path, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ):
-    async def fails(self: Any, scratch: Path) -> None:
+    async def fails(self: Any, scratch: Path, *_: object) -> None:
         (scratch / "learner.log").write_text("the end")
         raise PartGone("the learner is gone")
 
-    monkeypatch.setattr(mismatch_run.MismatchRun, "_measure", fails)
+    monkeypatch.setattr(mismatch_run.MismatchRun, "_measured", fails)
     monkeypatch.setattr(mismatch_run.tempfile, "tempdir", str(tmp_path))
     assert call(tmp_path, config, verb="mismatch") == 1
     said = capsys.readouterr().err

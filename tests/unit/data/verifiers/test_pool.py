@@ -22,6 +22,7 @@ from megatron_opd.records.drops import (
     VERIFIER_TIMED_OUT,
 )
 from tests.support.paths import ROOT
+from tests.support.trees import wait_gone
 
 ROGUE = "tests.support.rogue_verifiers"
 CALLS = {
@@ -135,9 +136,7 @@ def test_what_a_verifier_has_started_ends_with_it(tmp_path: Path):
         asked.cancel()
 
     with_pool(scenario)
-    pid = int(file.read_text())
-    # its zombie may wait to be collected by whoever adopted it
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    wait_gone([int(file.read_text())])
 
 
 def test_a_lost_worker_is_noticed_between_two_responses():

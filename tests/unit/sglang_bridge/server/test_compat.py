@@ -19,8 +19,9 @@ from sglang.srt import runtime_context
 
 from sglang_bridge import wire
 from sglang_bridge.ports import free_port
-from sglang_bridge.server import compat, options
-from sglang_bridge.server.__main__ import offer_standins
+from sglang_bridge.server import options
+from sglang_bridge.server.compat import batches, hooks, ranks, startup
+from sglang_bridge.server.entry import offer_standins
 from tests.support.sockets import listening, open_to_others
 from tools import sglang_options
 
@@ -38,13 +39,13 @@ def parameters_of(target: str) -> list[str]:
 
 
 def test_the_supported_version_is_installed():
-    compat.require_supported_version()
+    hooks.require_supported_version()
 
 
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compat, "version", lambda name: "0.6.0")
+    monkeypatch.setattr(hooks, "version", lambda name: "0.6.0")
     with pytest.raises(RuntimeError, match=r"supports sglang 0\.5\.23, found 0\.6\.0"):
-        compat.require_supported_version()
+        hooks.require_supported_version()
 
 
 def test_the_table_is_of_the_installed_sglang():
@@ -52,7 +53,7 @@ def test_the_table_is_of_the_installed_sglang():
     assert sglang_options.table() == options.TABLE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("target", [*compat.TARGETS, *compat.GATE_TARGETS])
+@pytest.mark.parametrize("target", [*hooks.TARGETS, *hooks.GATE_TARGETS])
 def test_every_hooked_function_exists(target: str):
     assert callable(resolve(target))
 
@@ -60,13 +61,13 @@ def test_every_hooked_function_exists(target: str):
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
-        (compat.FORWARD, ["self", "batch"]),
-        (compat.CHECK_WEIGHTS, ["self", "action"]),
-        (compat.VALIDATE, ["self", "obj", "input_ids"]),
-        (compat.NATIVE_EXPERTS, ["layer", "x", "topk_output"]),
-        (compat.EXPERT_CHOICE, ["topk_ids", "topk_weights"]),
-        (compat.EXPERT_CAPTURE, ["topk_config", "layer_id", "topk_ids"]),
-        (compat.INPUT_LOGPROBS, ["self", "pruned_states"]),
+        (hooks.FORWARD, ["self", "batch"]),
+        (hooks.CHECK_WEIGHTS, ["self", "action"]),
+        (hooks.VALIDATE, ["self", "obj", "input_ids"]),
+        (hooks.NATIVE_EXPERTS, ["layer", "x", "topk_output"]),
+        (hooks.EXPERT_CHOICE, ["topk_ids", "topk_weights"]),
+        (hooks.EXPERT_CAPTURE, ["topk_config", "layer_id", "topk_ids"]),
+        (hooks.INPUT_LOGPROBS, ["self", "pruned_states"]),
     ],
 )
 def test_the_arguments_we_rely_on(target: str, expected: list[str]):
@@ -79,7 +80,7 @@ def test_memory_is_released_as_sglang_does_it():
     from sglang.srt.managers.scheduler_components import weight_updater
 
     for what in ("Release", "Resume"):
-        assert compat.memory_request(what, ("kv_cache",)).tags == ["kv_cache"]
+        assert ranks.memory_request(what, ("kv_cache",)).tags == ["kv_cache"]
     assert {*wire.MEMORY_TAGS} < {*GPU_MEMORY_ALL_TYPES}
     updater = weight_updater.SchedulerWeightUpdaterManager
     assert {"offload_tags", "memory_saver_adapter", "is_fully_idle"} <= {*updater.__slots__}
@@ -90,18 +91,18 @@ def test_memory_is_released_as_sglang_does_it():
 def test_logits_are_asked_for_by_keyword():
     from sglang.srt.layers.logits_processor import LogitsProcessor
 
-    assert "get_logits_fn" in parameters_of(compat.INPUT_LOGPROBS)
+    assert "get_logits_fn" in parameters_of(hooks.INPUT_LOGPROBS)
     assert "get_logits_fn=self._get_logits" in inspect.getsource(LogitsProcessor)
 
 
 def test_missing_hooks_stop_the_server(monkeypatch: pytest.MonkeyPatch):
     from sglang.srt.plugins.hook_registry import HookRegistry
 
-    monkeypatch.setattr(HookRegistry, "_patched", set(compat.TARGETS))
-    compat.require_hooks_in_place()
-    monkeypatch.setattr(HookRegistry, "_patched", set(compat.TARGETS) - {compat.FORWARD})
+    monkeypatch.setattr(HookRegistry, "_patched", set(hooks.TARGETS))
+    hooks.require_hooks_in_place()
+    monkeypatch.setattr(HookRegistry, "_patched", set(hooks.TARGETS) - {hooks.FORWARD})
     with pytest.raises(RuntimeError, match=r"not hooked: .*forward_batch_generation"):
-        compat.require_hooks_in_place()
+        hooks.require_hooks_in_place()
 
 
 def test_hook_kinds_exist(monkeypatch: pytest.MonkeyPatch):
@@ -110,7 +111,7 @@ def test_hook_kinds_exist(monkeypatch: pytest.MonkeyPatch):
     registered = []
     monkeypatch.setattr(HookRegistry, "register", lambda *args: registered.append(args))
     for kind in ("before", "after", "around", "replace"):
-        compat.hook("a.b", print, kind)
+        hooks.hook("a.b", print, kind)
     assert [kind.value for _, _, kind in registered] == ["before", "after", "around", "replace"]
 
 
@@ -128,7 +129,7 @@ def test_workers_are_forked_whatever_sglang_set(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(engine, "_set_envs_and_config", spawning)
     try:
-        compat.fork_workers()
+        startup.fork_workers()
         engine._set_envs_and_config("arguments")
         assert seen == [("arguments",)]
         assert multiprocessing.get_start_method() == "fork"
@@ -146,8 +147,8 @@ def test_a_store_is_bound_to_its_host(monkeypatch: pytest.MonkeyPatch):
     wide, _, _ = next(rendezvous.rendezvous(url, 0, 1))
     assert port in {p for _, p, _ in open_to_others(os.getpid())}, "torch's own is on every one"
     del wide
-    compat.bind_stores()
-    compat.bind_stores()  # in a fork of a process that has done so
+    startup.bind_stores()
+    startup.bind_stores()  # in a fork of a process that has done so
     store, _, _ = next(rendezvous.rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1))
     assert open_to_others(os.getpid()) == before
     bound = {(ip, port) for ip, port, _ in listening(os.getpid())}
@@ -162,7 +163,7 @@ def test_a_taken_port_is_an_error_of_the_store(monkeypatch: pytest.MonkeyPatch):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         with pytest.raises(OSError, match="in use"):
-            compat.BoundStore("127.0.0.1", taken.getsockname()[1], 1, True)
+            startup.BoundStore("127.0.0.1", taken.getsockname()[1], 1, True)
 
 
 def test_keys_are_not_shown(monkeypatch: pytest.MonkeyPatch):
@@ -172,7 +173,7 @@ def test_keys_are_not_shown(monkeypatch: pytest.MonkeyPatch):
     assert "resolved_dict()" in inspect.getsource(engine._server_args_for_logging)
     keys = {"api_key": "hunter2", "admin_api_key": None, "host": "h"}
     monkeypatch.setattr(ServerArgs, "resolved_dict", lambda self: dict(keys))
-    compat.hide_keys()
+    startup.hide_keys()
     shown = ServerArgs.resolved_dict(SimpleNamespace())
     assert shown == {"api_key": "hidden", "admin_api_key": None, "host": "h"}
 
@@ -186,7 +187,7 @@ def test_a_servers_sockets_lie_in_its_directory(monkeypatch: pytest.MonkeyPatch,
             return SimpleNamespace(name=file.name, instance_id="uuid")
 
     monkeypatch.setattr(PortArgs, "init_new", staticmethod(make))
-    compat.keep_files_in(str(tmp_path))
+    startup.keep_files_in(str(tmp_path))
     ports = PortArgs.init_new()
     assert Path(ports.name).parent == tmp_path
     assert ports.instance_id == tmp_path.name
@@ -210,7 +211,7 @@ def test_logit_rows_are_sglangs_pruned_rows():
         extend_lens=[4, 5, 6],
         extend_logprob_start_lens=[0, 5, 3],
     )
-    assert list(compat.logit_rows(batch)) == [("a", 10, 4), ("b", 4, 1), ("c", 10, 3)]
+    assert list(batches.logit_rows(batch)) == [("a", 10, 4), ("b", 4, 1), ("c", 10, 3)]
 
 
 def test_a_pass_is_named_by_its_kind_requests_and_tokens():
@@ -220,7 +221,7 @@ def test_a_pass_is_named_by_its_kind_requests_and_tokens():
 
     def passed(mode: ForwardMode) -> object:
         batch = SimpleNamespace(forward_mode=mode, reqs=reqs, extend_lens=[3, 2])
-        return compat.pass_of(batch)
+        return batches.pass_of(batch)
 
     assert passed(ForwardMode.DECODE) == ("decode", 2, 16)
     assert passed(ForwardMode.EXTEND) == ("prefill", 2, 5)
@@ -242,14 +243,14 @@ def test_sampling_filters_are_sglangs_names():
         need_top_p_sampling=True,
         need_min_p_sampling=False,
     )
-    assert compat.sampling_filters(info) == {"top_k_B": None, "top_p_B": 2, "min_p_B": None}
+    assert batches.sampling_filters(info) == {"top_k_B": None, "top_p_B": 2, "min_p_B": None}
 
 
 def test_auxiliary_outputs_are_added_to():
     result = SimpleNamespace(logits_output=SimpleNamespace(auxiliary_device_output=None))
-    compat.attach_auxiliary(result, "first")
+    batches.attach_auxiliary(result, "first")
     assert result.logits_output.auxiliary_device_output == "first"
-    compat.attach_auxiliary(result, "second")
+    batches.attach_auxiliary(result, "second")
     assert result.logits_output.auxiliary_device_output.outputs == ("first", "second")
 
 
@@ -265,16 +266,16 @@ def test_delayed_sampling_runs_inside_our_context():
         inside.append("out")
 
     result = SimpleNamespace(delay_sample_func=lambda: inside.append("sample"))
-    compat.wrap_delayed_sampling(result, context)
+    batches.wrap_delayed_sampling(result, context)
     result.delay_sample_func()
     assert inside == ["in", "sample", "out"]
     nothing = SimpleNamespace(delay_sample_func=None)
-    compat.wrap_delayed_sampling(nothing, context)
+    batches.wrap_delayed_sampling(nothing, context)
     assert nothing.delay_sample_func is None
 
 
 def test_the_streamer_adds_payloads_of_finished_requests_once():
-    streamer = compat.streamer_class(lambda req: req.payload, "bridge")
+    streamer = batches.streamer_class(lambda req: req.payload, "bridge")
     instance = object.__new__(streamer)
     request = lambda done, payload: SimpleNamespace(finished=lambda: done, payload=payload)  # noqa: E731
     built = instance.build_additional_customized_info(
@@ -293,7 +294,7 @@ def test_update_groups_get_our_timeout(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         weight_updater, "init_custom_process_group", lambda **kwargs: seen.update(kwargs)
     )
-    with compat.process_group_timeout(7):
+    with ranks.process_group_timeout(7):
         weight_updater.init_custom_process_group(rank=1)
     assert seen["timeout"].total_seconds() == 7
     assert seen["rank"] == 1
@@ -305,7 +306,7 @@ def test_an_update_group_that_was_not_joined_is_named():
     """Before: `KeyError: 'other'`."""
     runner = SimpleNamespace(weight_updater=SimpleNamespace(_model_update_group={}))
     with pytest.raises(LookupError, match=r"^this rank has not joined a group named other$"):
-        compat.update_group(runner, "other")
+        ranks.update_group(runner, "other")
 
 
 def test_checksum_payload_has_the_wire_types():
@@ -318,7 +319,7 @@ def test_checksum_payload_has_the_wire_types():
         _get_model=lambda: "model",
         _parallelism_info=lambda role: weight_checker.ParallelismInfo(**info),
     )
-    payload = compat.checksum_payload(checker, lambda model: {"m": model}, role="target")
+    payload = ranks.checksum_payload(checker, lambda model: {"m": model}, role="target")
     payload["parallelism_info"] = [payload["parallelism_info"]]
     assert msgspec.convert(payload, ChecksumInfo).checksums == {"m": "model"}
 
@@ -361,7 +362,7 @@ def test_a_scheduler_s_requests_and_how_far_they_are():
         chunked_req=request("c", 0),
         waiting_queue=[request("d", 2)],
     )
-    assert compat.requests_of(scheduler) == ({"a": 3, "c": 0}, ["d"])
+    assert ranks.requests_of(scheduler) == ({"a": 3, "c": 0}, ["d"])
 
 
 def test_where_a_rank_ends_requests():
@@ -377,7 +378,7 @@ def test_where_a_rank_ends_requests():
 
     def ends(tokenizer: Any) -> dict[str, Any]:
         model = SimpleNamespace(hf_eos_token_id={9, 2})
-        return compat.ends_of(SimpleNamespace(model_config=model, tokenizer=tokenizer))
+        return ranks.ends_of(SimpleNamespace(model_config=model, tokenizer=tokenizer))
 
     assert ends(None) == {"model": [2, 9], "tokenizer": None}
     both = SimpleNamespace(eos_token_id=4, additional_stop_token_ids={3})
@@ -388,7 +389,7 @@ def test_where_a_rank_ends_requests():
 
 def test_seeds_of_a_batch(monkeypatch: pytest.MonkeyPatch):
     """Only where a request has one and SGLang samples; who has none gets one of its name."""
-    monkeypatch.setattr(compat, "is_deterministic", lambda: False)
+    monkeypatch.setattr(ranks, "is_deterministic", lambda: False)
     monkeypatch.setattr(runtime_context, "get_server_args", lambda: SimpleNamespace(random_seed=7))
 
     def batch(*seeds: int | None, greedy: bool = False, **fields: Any) -> SimpleNamespace:
@@ -401,16 +402,16 @@ def test_seeds_of_a_batch(monkeypatch: pytest.MonkeyPatch):
         info = SimpleNamespace(is_all_greedy=greedy)
         return SimpleNamespace(reqs=requests, sampling_info=info, **(usual | fields))
 
-    assert compat.batch_seeds(batch(3, 2**62)) == [3, 2**62]
-    own = compat.batch_seeds(batch(3, None, None))
+    assert batches.batch_seeds(batch(3, 2**62)) == [3, 2**62]
+    own = batches.batch_seeds(batch(3, None, None))
     assert own is not None
     assert own[0] == 3
     assert len(set(own)) == 3
-    assert compat.batch_seeds(batch(3, None, None)) == own, "the same on every rank"
-    assert compat.batch_seeds(batch(None, None)) is None
-    assert compat.batch_seeds(batch(3, greedy=True)) is None
-    assert compat.batch_seeds(batch(3, is_prefill_only=True)) is None
+    assert batches.batch_seeds(batch(3, None, None)) == own, "the same on every rank"
+    assert batches.batch_seeds(batch(None, None)) is None
+    assert batches.batch_seeds(batch(3, greedy=True)) is None
+    assert batches.batch_seeds(batch(3, is_prefill_only=True)) is None
     speculative = SimpleNamespace(is_none=lambda: False)
-    assert compat.batch_seeds(batch(3, spec_algorithm=speculative)) is None
-    monkeypatch.setattr(compat, "is_deterministic", lambda: True)
-    assert compat.batch_seeds(batch(3)) is None, "SGLang has them"
+    assert batches.batch_seeds(batch(3, spec_algorithm=speculative)) is None
+    monkeypatch.setattr(ranks, "is_deterministic", lambda: True)
+    assert batches.batch_seeds(batch(3)) is None, "SGLang has them"

@@ -15,13 +15,11 @@ from sglang_bridge.arrivals import Arrivals
 from sglang_bridge.refusals import Refusals
 from sglang_bridge.server import connections
 from sglang_bridge.server.auth import KeyGuard
+from tests.support.slow_client import HEAD_S, LIMIT_S, closed, dripped
 
 KEY = "secret-key"
-HEAD_S = 0.4
 LEAST_BYTES_S = 1000.0
 MOST = 3
-LIMIT_S = 60.0
-"""How long something that must happen may take, on a machine that is busy with other things."""
 logger = logging.getLogger("test_connections")
 
 
@@ -107,14 +105,6 @@ class Peer:
                 assert await self.reader.readexactly(2) == b"ok"
         return int(head.split(b" ", 2)[1])
 
-    async def closed(self) -> bytes:
-        """Waits until the server closes; what it said before."""
-        async with asyncio.timeout(LIMIT_S):
-            try:
-                return await self.reader.read()
-            except ConnectionError:
-                return b""
-
 
 def head(path: str = "/", key: str | None = KEY, length: int = 0) -> bytes:
     lines = [f"POST {path} HTTP/1.1", "Host: h", f"Content-Length: {length}"]
@@ -159,30 +149,16 @@ def drive(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     return run
 
 
-async def drip(peer: Peer, data: bytes) -> None:
-    """Sends a byte now and then until the server closes the connection."""
-    with contextlib.suppress(ConnectionError):
-        for byte in data:
-            peer.send(bytes([byte]))
-            await peer.writer.drain()
-            await asyncio.sleep(HEAD_S / 10)
-
-
-async def dripped(peer: Peer, data: bytes) -> bytes:
-    sending = asyncio.create_task(drip(peer, data))
-    try:
-        return await peer.closed()
-    finally:
-        sending.cancel()
-
-
 @pytest.mark.parametrize("asks_key", [True, False])
 def test_a_head_that_drips_is_cut_and_counted(
     drive: Callable[..., None], asks_key: bool, caplog: pytest.LogCaptureFixture
 ):
     async def body(served: Served) -> None:
         peer = await served.connect()
-        assert await dripped(peer, b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000) == b""
+        assert (
+            await dripped(peer.reader, peer.writer, b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000)
+            == b""
+        )
         assert served.refused == 1
 
     drive(body, asks_key=asks_key)
@@ -194,7 +170,7 @@ def test_a_connection_that_says_nothing_is_cut_and_counted(
 ):
     async def body(served: Served) -> None:
         peer = await served.connect()
-        assert await peer.closed() == b""
+        assert await closed(peer.reader) == b""
         assert served.refused == 1
         assert served.arrivals.strangers == 0
 
@@ -208,7 +184,7 @@ def test_a_body_that_drips_is_cut_and_counted(
 ):
     async def body(served: Served) -> None:
         peer = await served.connect(head(length=10**6))
-        assert await dripped(peer, b"b" * 100_000) == b""
+        assert await dripped(peer.reader, peer.writer, b"b" * 100_000) == b""
         assert served.refused == 1
         assert served.app.read == []
 
@@ -220,7 +196,7 @@ def test_what_follows_an_early_answer_has_no_longer_than_a_head(drive: Callable[
     async def body(served: Served) -> None:
         peer = await served.connect(head("/early", length=10**6))
         assert await peer.answer() == 200
-        await dripped(peer, b"b" * 100_000)
+        await dripped(peer.reader, peer.writer, b"b" * 100_000)
         assert served.refused == 1
 
     drive(body)
@@ -248,7 +224,7 @@ def test_a_known_client_may_be_idle_and_a_stranger_may_not(drive: Callable[..., 
         stranger = await served.connect(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n")
         known = await served.connect(head(path))
         assert await known.answer() == await stranger.answer() == 200
-        assert await stranger.closed() == b""
+        assert await closed(stranger.reader) == b""
         assert served.refused == 1
         await asyncio.sleep(2 * HEAD_S)
         known.send(head())
@@ -263,7 +239,7 @@ def test_without_a_key_who_was_answered_may_be_idle(drive: Callable[..., None]):
         peer = await served.connect(head(key=None))
         assert await peer.answer() == 200
         silent = await served.connect()
-        await silent.closed()  # so long nobody waits who is not known
+        await closed(silent.reader)  # so long nobody waits who is not known
         peer.send(head(key=None))
         assert await peer.answer() == 200
         assert served.refused == 1
@@ -275,7 +251,7 @@ def test_the_next_head_of_a_known_client_may_not_drip_either(drive: Callable[...
     async def body(served: Served) -> None:
         peer = await served.connect(head())
         assert await peer.answer() == 200
-        await dripped(peer, b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000)
+        await dripped(peer.reader, peer.writer, b"GET / HTTP/1.1\r\nX: " + b"x" * 100_000)
         assert served.refused == 1
 
     drive(body)
@@ -287,7 +263,7 @@ def test_an_answer_may_take_as_long_as_it_takes(drive: Callable[..., None]):
         async with asyncio.timeout(LIMIT_S):
             await served.app.waiting.wait()
         silent = await served.connect()
-        await silent.closed()
+        await closed(silent.reader)
         served.app.go.set()
         assert await peer.answer() == 200
         assert served.refused == 1
@@ -300,7 +276,7 @@ def test_requests_that_come_before_their_turn_are_answered(drive: Callable[..., 
         peer = await served.connect(head() + head("/wait") + head())
         assert await peer.answer() == 200
         silent = await served.connect()
-        await silent.closed()
+        await closed(silent.reader)
         served.app.go.set()
         assert await peer.answer() == await peer.answer() == 200
 
@@ -315,7 +291,7 @@ def test_of_too_many_that_wait_the_oldest_goes(
         assert await known.answer() == 200
         strangers = [await served.connect(b"GET") for _ in range(MOST + 2)]
         for peer in strangers[:2]:
-            assert await peer.closed() == b""
+            assert await closed(peer.reader) == b""
         assert served.refused == 2
         assert served.arrivals.strangers == MOST
         late = await served.connect(head())
@@ -350,7 +326,7 @@ def test_a_websocket_has_no_clock(drive: Callable[..., None]):
         upgrade = b"Connection: Upgrade\r\nUpgrade: websocket\r\n\r\n"
         peer = await served.connect(b"GET /ws HTTP/1.1\r\nHost: h\r\n" + upgrade)
         silent = await served.connect()
-        await silent.closed()
+        await closed(silent.reader)
         peer.send(b"ping")
         async with asyncio.timeout(LIMIT_S):
             assert await peer.reader.readexactly(4) == b"ping"
@@ -365,7 +341,7 @@ def test_a_request_with_the_key_behind_a_probe_is_answered(drive: Callable[..., 
         peer = await served.connect(b"GET /health HTTP/1.1\r\nHost: h\r\n\r\n" + head("/wait"))
         assert await peer.answer() == 200
         silent = await served.connect()
-        await silent.closed()
+        await closed(silent.reader)
         served.app.go.set()
         assert await peer.answer() == 200
         assert served.refused == 1
@@ -381,7 +357,7 @@ def test_what_is_not_http_is_counted_and_not_logged_each_time(
     async def body(served: Served) -> None:
         for _ in range(3):
             peer = await served.connect(b"\x1b[31m\r\n\r\n")
-            assert b" 400 " in await peer.closed()
+            assert b" 400 " in await closed(peer.reader)
         assert served.refused == 3
 
     drive(body)

@@ -182,18 +182,18 @@ def test_a_damaged_version_that_was_staged_leaves_the_live_weights_alone(written
     reader.take(NAMES[1])
     flip(written.path(2, "rank00001.safetensors"), -1)
     reader.stage(NAMES[2])
-    assert "rank00001.safetensors" in refusal(lambda: settled(reader, NAMES[2]))
+    assert "rank00001.safetensors" in refusal(lambda: until_staged(reader, NAMES[2]))
     refusal(lambda: reader.take(NAMES[2]))
     assert differing(written.pieces, written.versions[1]) == []
     name = version_name(3, 9)
     written.writers.write(name, written.versions[0])
     reader.stage(name)
-    settled(reader, name)
+    until_staged(reader, name)
     reader.take(name)
     assert differing(written.pieces, written.versions[0]) == []
 
 
-def settled(reader: DiskReader, name: str) -> None:
+def until_staged(reader: DiskReader, name: str) -> None:
     while wire.PENDING in reader.staged(name):
         time.sleep(0.001)
 
@@ -344,7 +344,7 @@ def test_a_file_that_appears_late_is_waited_for(written: Written):
     reader.stage(NAMES[0])
     assert wire.PENDING in reader.staged(NAMES[0])
     hidden.rename(written.path(0))
-    settled(reader, NAMES[0])
+    until_staged(reader, NAMES[0])
     reader.take(NAMES[0])
     assert differing(written.pieces, written.versions[0]) == []
 

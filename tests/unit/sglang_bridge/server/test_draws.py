@@ -8,7 +8,8 @@ import torch
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import unpack
-from sglang_bridge.server import compat, draws, plugin
+from sglang_bridge.server import draws, plugin
+from sglang_bridge.server.compat import batches, ranks
 from sglang_bridge.server.draws import DrawRecord
 from tests.support.server_requests import fake_request
 
@@ -85,11 +86,11 @@ def test_consume_takes_only_committed_tokens_of_requests_with_draws():
     batch = SimpleNamespace(reqs=requests)
     commit = SimpleNamespace(output_index=0)
     rows.consume(batch, [commit, commit, None])
-    record = compat.find_record(requests[0], draws.RECORD)
+    record = batches.find_record(requests[0], draws.RECORD)
     assert arrays(record)["ids_N"] == [4, 6]
     assert arrays(record)["path_T"] == [1]
-    assert compat.find_record(requests[1], draws.RECORD) is None
-    assert compat.find_record(requests[2], draws.RECORD) is None
+    assert batches.find_record(requests[1], draws.RECORD) is None
+    assert batches.find_record(requests[2], draws.RECORD) is None
 
 
 def sampled_rows(
@@ -99,10 +100,10 @@ def sampled_rows(
 
     Returns the logits that the step began with; the sampler overwrites them.
     """
-    monkeypatch.setattr(compat, "is_deterministic", lambda: False)
-    monkeypatch.setattr(compat, "weight_version", lambda: "3")
+    monkeypatch.setattr(ranks, "is_deterministic", lambda: False)
+    monkeypatch.setattr(ranks, "weight_version", lambda: "3")
     monkeypatch.setattr(
-        compat,
+        batches,
         "sampling_filters",
         lambda info: dict.fromkeys(("top_k_B", "top_p_B", "min_p_B")) | filters,
     )

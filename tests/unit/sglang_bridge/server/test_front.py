@@ -11,8 +11,9 @@ from starlette.testclient import TestClient
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack
 from sglang_bridge.parse import parse_rollout, parse_scores
-from sglang_bridge.server import compat, front, plugin
-from sglang_bridge.server.__main__ import offer_standins
+from sglang_bridge.server import front, plugin
+from sglang_bridge.server.compat import ranks
+from sglang_bridge.server.entry import offer_standins
 from sglang_bridge.server.scoring import ScoreRecord
 from sglang_bridge.server.text import from_text, to_text
 from sglang_bridge.work_request import decode_work, encode_rollout, encode_score
@@ -136,7 +137,7 @@ def test_text_that_is_no_array_is_refused():
 
 
 def test_draws_are_not_answered_as_json(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(compat, "keeps_experts", lambda manager: False)
+    monkeypatch.setattr(ranks, "keeps_experts", lambda manager: False)
     manager = SimpleNamespace(model_config=SimpleNamespace(vocab_size=20))
     for params in ({wire.NUM_DRAWS: 4}, {wire.SCORE_IDS: ""}):
         obj = SimpleNamespace(sampling_params={"custom_params": params})

@@ -10,10 +10,12 @@ import torch
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import unpack
-from sglang_bridge.server import compat, gates, plugin, routing
-from sglang_bridge.server.__main__ import offer_standins
+from sglang_bridge.server import gates, plugin, routing
+from sglang_bridge.server.compat import batches, hooks, ranks, startup
+from sglang_bridge.server.entry import offer_standins
 from sglang_bridge.server.routing import ExpertRecord, Experts, HostSlots
 from sglang_bridge.server.spec import GATES_VARIABLE, ServerSpec, server_env
+from tests.support.server_requests import request_of
 
 offer_standins()  # SGLang is imported in seconds; test_compat.py does so anyway
 MODEL = Experts(layers=(0, 2), count=8)
@@ -32,16 +34,16 @@ def test_a_server_keeps_gates_when_told_to(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ValueError, match="routed_gates needs routed_experts"):
         replace(SPEC, routed_experts=False, routed_gates=True)
     hooked: list[str] = []
-    monkeypatch.setattr(compat, "hook", lambda target, *_: hooked.append(target))
-    monkeypatch.setattr(compat, "bind_stores", lambda: None)
-    monkeypatch.setattr(compat, "allow_deterministic_attention", lambda _: None)
+    monkeypatch.setattr(hooks, "hook", lambda target, *_: hooked.append(target))
+    monkeypatch.setattr(startup, "bind_stores", lambda: None)
+    monkeypatch.setattr(ranks, "allow_deterministic_attention", lambda _: None)
     monkeypatch.delenv(GATES_VARIABLE, raising=False)
     plugin.register()
-    assert set(hooked) == set(compat.TARGETS), "without gates SGLang's record is left alone"
+    assert set(hooked) == set(hooks.TARGETS), "without gates SGLang's record is left alone"
     monkeypatch.setenv(GATES_VARIABLE, "1")
     hooked.clear()
     plugin.register()
-    assert set(hooked) == {*compat.TARGETS, *compat.GATE_TARGETS}
+    assert set(hooked) == {*hooks.TARGETS, *hooks.GATE_TARGETS}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -139,26 +141,21 @@ def test_weights_are_those_of_the_last_computation():
     assert "gates" not in ExpertRecord(MODEL, num_prompt=2).payload()
 
 
-def request_of(**params: Any) -> Any:
-    sampling = SimpleNamespace(custom_params=params)
-    return SimpleNamespace(sampling_params=sampling, origin_input_ids=[1, 2])
-
-
 def test_only_who_asks_gets_weights(keeping: None, monkeypatch: pytest.MonkeyPatch):
     weights = torch.rand(10, 4, 3)
     ids = torch.arange(10)[:, None, None].expand(10, 4, 3)
     stored = torch.cat([ids.to(torch.int32), weights.view(torch.int32)], -1)
-    monkeypatch.setattr(compat, "routed_experts", lambda slots: stored[slots].numpy())
+    monkeypatch.setattr(batches, "routed_experts", lambda slots: stored[slots].numpy())
     both = request_of(**{wire.WANTS_EXPERTS: True, wire.WANTS_GATES: True})
     ids_only = request_of(**{wire.WANTS_EXPERTS: True})
     slots = HostSlots(MODEL, torch.tensor([5, 3, 8, 1]), (slice(0, 2), slice(2, 4)))
     batch = SimpleNamespace(reqs=[both, ids_only])
     slots.consume(batch, [SimpleNamespace(output_index=0)] * 2)
-    payload = compat.find_record(both, routing.RECORD).payload()
+    payload = batches.find_record(both, routing.RECORD).payload()
     assert payload["topk"] == 3
     found = unpack(payload["gates"], "<f4").reshape(2, 2, 3)
     np.testing.assert_array_equal(found, weights[[5, 3]][:, [0, 2]].numpy())
-    plain = compat.find_record(ids_only, routing.RECORD).payload()
+    plain = batches.find_record(ids_only, routing.RECORD).payload()
     assert "gates" not in plain
     rows = unpack(plain["experts"], "<u1").reshape(2, 2, 3)
     assert rows[:, 0, 0].tolist() == [8, 1]

@@ -10,14 +10,10 @@ from sglang_bridge.server.masses import BLOCK, FLAT_VOCAB, masses_of
 from sglang_bridge.server.sampling import Behaviour, behaviour
 from tests.support.figures import bounded
 from tests.support.oracles import chi_square_per_df
+from tests.support.selections import uniform
 
 VOCABS = (5, BLOCK, 1000, FLAT_VOCAB, FLAT_VOCAB + 1, FLAT_VOCAB + BLOCK)
 EDGES = torch.tensor([0.0, 1e-300, 0.2, 0.5, 1 - 2**-53], dtype=torch.float64)
-
-
-def uniform(rows: int, draws: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(rows, draws, dtype=torch.float64, generator=generator)
 
 
 def logits_of(rows: int, vocab: int, scale: float = 2.0) -> torch.Tensor:

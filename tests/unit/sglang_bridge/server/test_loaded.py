@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from sglang_bridge.ports import free_port
 from sglang_bridge.server import loaded
-from sglang_bridge.server.__main__ import offer_standins
+from sglang_bridge.server.entry import offer_standins
 from tests.support.models import (
     tiny_llama,
     tiny_mixtral,

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from sglang_bridge import wire
-from sglang_bridge.server import compat, memory
+from sglang_bridge.server import memory
+from sglang_bridge.server.compat import ranks
 
 BOTH = list(wire.MEMORY_TAGS)
 
@@ -14,7 +15,7 @@ BOTH = list(wire.MEMORY_TAGS)
 @pytest.fixture(autouse=True)
 def requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Requests without SGLang, which takes seconds to import."""
-    monkeypatch.setattr(compat, "memory_request", lambda what, tags: SimpleNamespace(tags=tags))
+    monkeypatch.setattr(ranks, "memory_request", lambda what, tags: SimpleNamespace(tags=tags))
 
 
 class Updater:

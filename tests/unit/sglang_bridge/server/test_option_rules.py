@@ -1,7 +1,7 @@
 """The tables of options against the installed SGLang: every one is allowed or refused by name."""
 
 from sglang_bridge.server import option_rules, options
-from sglang_bridge.server.__main__ import offer_standins
+from sglang_bridge.server.entry import offer_standins
 
 
 def test_every_option_is_named_once_and_exists():

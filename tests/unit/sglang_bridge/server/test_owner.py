@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from sglang_bridge import wire
 from sglang_bridge.claims import LEASE_S, RENEW_S, Claim, ClaimStep, Step
 from sglang_bridge.proof import proof
-from sglang_bridge.server import compat, owner
+from sglang_bridge.server import owner
+from sglang_bridge.server.compat import startup
 from sglang_bridge.server.owner import MOST_CLAIMS, Claims
 
 
@@ -126,7 +127,7 @@ def test_not_more_runs_than_are_told_apart():
 def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     found: dict[str, Any] = {}
     monkeypatch.setattr(
-        compat, "add_own_route", lambda path, answer, _: found.update({path: answer})
+        startup, "add_own_route", lambda path, answer, _: found.update({path: answer})
     )
     return found
 

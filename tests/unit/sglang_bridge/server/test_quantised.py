@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from sglang_bridge.server import plugin
-from sglang_bridge.server.__main__ import offer_standins
+from sglang_bridge.server.entry import offer_standins
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.spec import QUANTIZATION_VARIABLE, ServerSpec, server_command, server_env
 from sglang_bridge.weights.formats import Format

@@ -14,10 +14,12 @@ from sglang_bridge.arrays import F4, pack, unpack
 from sglang_bridge.errors import BadReply
 from sglang_bridge.parse import parse_rollout
 from sglang_bridge.protocol import RolloutRequest
-from sglang_bridge.server import compat, routing
+from sglang_bridge.server import routing
+from sglang_bridge.server.compat import batches
 from sglang_bridge.server.routing import ExpertRecord, Experts, HostSlots
 from sglang_bridge.server.spec import ServerSpec, server_command
 from tests.support.bridge_replies import REQUEST, draws_payload, rollout_reply
+from tests.support.server_requests import request_of
 
 URL = "http://host:1"
 MODEL = Experts(layers=(0, 2), count=8)
@@ -53,15 +55,10 @@ def test_many_experts_need_two_bytes():
     assert (Experts((0,), 256).dtype, Experts((0,), 257).dtype) == (np.uint8, np.uint16)
 
 
-def request_of(**params: Any) -> SimpleNamespace:
-    sampling = SimpleNamespace(custom_params=params)
-    return SimpleNamespace(sampling_params=sampling, origin_input_ids=[1, 2])
-
-
 def test_slots_of_a_step_become_rows_of_its_requests(monkeypatch: pytest.MonkeyPatch):
     """Of the model's 4 layers two hold experts; the second request asked for nothing."""
     stored = torch.arange(10)[:, None, None] + torch.tensor([0, 50, 0, 50])[:, None].expand(4, 3)
-    monkeypatch.setattr(compat, "routed_experts", lambda slots: stored[slots].numpy())
+    monkeypatch.setattr(batches, "routed_experts", lambda slots: stored[slots].numpy())
     asked = request_of(**{wire.WANTS_EXPERTS: True})
     other = request_of()
     batch = SimpleNamespace(
@@ -80,10 +77,10 @@ def test_slots_of_a_step_become_rows_of_its_requests(monkeypatch: pytest.MonkeyP
     assert slots.slots.tolist() == [5, 3], "of who asked, cached or not"
     host = slots.copy_to_host(lambda tensor: tensor)
     host.consume(batch, [commit, None])
-    assert compat.find_record(asked, routing.RECORD) is None
+    assert batches.find_record(asked, routing.RECORD) is None
     host.consume(batch, [commit, commit])
-    assert kept(compat.find_record(asked, routing.RECORD)) == [5, 3]
-    assert compat.find_record(other, routing.RECORD) is None
+    assert kept(batches.find_record(asked, routing.RECORD)) == [5, 3]
+    assert batches.find_record(other, routing.RECORD) is None
     batch.forward_mode.is_decode = lambda: True
     batch.out_cache_loc = torch.tensor([1, 6])
     decode = routing.slots_of(batch, lambda: MODEL)
@@ -92,7 +89,7 @@ def test_slots_of_a_step_become_rows_of_its_requests(monkeypatch: pytest.MonkeyP
     HostSlots(MODEL, decode.slots, decode.part_B).consume(
         batch, [commit, SimpleNamespace(output_index=1)]
     )
-    assert kept(compat.find_record(asked, routing.RECORD)) == [5, 3, 6]
+    assert kept(batches.find_record(asked, routing.RECORD)) == [5, 3, 6]
     batch.reqs = [other]
     assert routing.slots_of(batch, lambda: MODEL) is None
 

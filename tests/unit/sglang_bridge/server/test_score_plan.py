@@ -10,7 +10,8 @@ import torch
 from benchmarks.passes import Passes
 from sglang_bridge import wire
 from sglang_bridge.arrays import unpack
-from sglang_bridge.server import compat, scoring, selection_plan
+from sglang_bridge.server import scoring, selection_plan
+from sglang_bridge.server.compat import batches, ranks
 from sglang_bridge.server.masses import BLOCK
 from sglang_bridge.server.score_plan import ScorePlan
 from tests.support.server_requests import fake_request, score_request
@@ -38,7 +39,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     """Tells whether the server is; it is not unless a test says so."""
 
     def tell(is_so: bool) -> None:
-        monkeypatch.setattr(compat, "is_deterministic", lambda: is_so)
+        monkeypatch.setattr(ranks, "is_deterministic", lambda: is_so)
 
     tell(False)
     return tell
@@ -57,16 +58,16 @@ def test_plan_scores_each_row_once_over_two_passes(chunk: int):
     run_plan([b, a], [3, 5], [1, 3], [0, 0], logits[6:10], chunk)
     first = [logp[0, 5], logp[0, 6]]  # position 3
     last = [logp[7, 7], logp[8, 1], logp[8, 2], logp[8, 3]]  # positions 5 and 6
-    scores = compat.find_record(a, scoring.RECORD).logp_N
+    scores = batches.find_record(a, scoring.RECORD).logp_N
     assert np.allclose(scores, torch.stack(first + last).numpy(), atol=1e-6)
     expected_c = torch.stack([logp[3, 0], logp[4, 18], logp[4, 19]]).numpy()
-    assert np.allclose(compat.find_record(c, scoring.RECORD).logp_N, expected_c, atol=1e-6)
-    assert compat.find_record(b, scoring.RECORD) is None
+    assert np.allclose(batches.find_record(c, scoring.RECORD).logp_N, expected_c, atol=1e-6)
+    assert batches.find_record(b, scoring.RECORD) is None
 
 
 def selections(request: SimpleNamespace) -> list[dict[int, tuple[float, float]]]:
     """Per response row {id: (weight, logp)}, as the request's payload holds them."""
-    table = compat.find_record(request, scoring.RECORD).payload()[wire.SELECTION]
+    table = batches.find_record(request, scoring.RECORD).payload()[wire.SELECTION]
     length, ids, weight, logp = (unpack(table[n], d) for n, d in wire.ROW_FIELDS.items())
     stops = np.cumsum(length)
     return [
@@ -103,12 +104,12 @@ def test_plan_selects_each_row_once_over_two_passes(
             assert abs(weight - expected) < 1e-6
         assert set(atoms) <= set(row)
         assert abs(sum(weight for weight, _ in row.values()) - 1) < 1e-6
-    scores = compat.find_record(a, scoring.RECORD).logp_N
+    scores = batches.find_record(a, scoring.RECORD).logp_N
     assert np.allclose(scores, [tempered[0, 5], tempered[6, 6], tempered[7, 7]], atol=1e-6)
     assert np.allclose(
-        compat.find_record(b, scoring.RECORD).logp_N, [logp[2, 1], logp[5, 2]], atol=1e-6
+        batches.find_record(b, scoring.RECORD).logp_N, [logp[2, 1], logp[5, 2]], atol=1e-6
     )
-    assert wire.SELECTION not in compat.find_record(b, scoring.RECORD).payload()
+    assert wire.SELECTION not in batches.find_record(b, scoring.RECORD).payload()
     for row, t in zip(selections(c), [3, 4], strict=True):
         assert list(row) == list(range(20))
         assert np.allclose([w for w, _ in row.values()], logp[t].exp(), atol=1e-6)
@@ -133,7 +134,7 @@ def test_missing_selections_are_an_error():
 def test_an_unscored_row_stays_nan():
     request = score_request(3, [1, 1], [5, 6])
     run_plan([request], [0], [4], [3], torch.randn(1, 20), 8)
-    assert np.isnan(compat.find_record(request, scoring.RECORD).logp_N).tolist() == [False, True]
+    assert np.isnan(batches.find_record(request, scoring.RECORD).logp_N).tolist() == [False, True]
 
 
 def test_other_rows_than_planned_are_an_error():
@@ -174,7 +175,7 @@ def test_a_chunk_is_scored_in_place(atoms: int, deterministic: Callable[[bool], 
     assert 2 <= counted.reads < (2.1 if atoms == 0 else 5.1)
     plan.copy_to_host(lambda tensor: tensor).consume(batch, [None, None])
     tempered = (logits.double() / 0.8).log_softmax(-1)
-    found = compat.find_record(requests[0], scoring.RECORD).logp_N
+    found = batches.find_record(requests[0], scoring.RECORD).logp_N
     assert np.allclose(found, tempered[np.arange(22) // 2, np.arange(22)], atol=2e-6)
     for request, first in zip(requests, (0, 12), strict=True):
         for t, row in enumerate(selections(request)):

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack
-from sglang_bridge.server import compat, draws, scoring, seeded
+from sglang_bridge.server import draws, scoring, seeded
+from sglang_bridge.server.compat import batches, ranks
 from sglang_bridge.server.score_plan import ScorePlan
 from sglang_bridge.server.text import to_text
 
@@ -141,7 +142,7 @@ def test_choices_of_seeds_and_positions_are_independent():
 @pytest.fixture
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], None]:
     def tell(is_so: bool) -> None:
-        monkeypatch.setattr(compat, "is_deterministic", lambda: is_so)
+        monkeypatch.setattr(ranks, "is_deterministic", lambda: is_so)
 
     tell(True)
     return tell
@@ -174,7 +175,7 @@ def test_draws_of_a_deterministic_server_are_the_requests_own(deterministic):
     three = rows_of([1, 2, 3], 40, server_seed=0)
     assert rows_of([3, 1], 40, server_seed=5) == [three[2], three[0]]
     assert rows_of([1], 41, server_seed=0) != [three[0]], "another position, other draws"
-    assert rows_of([None], 40, server_seed=0) == rows_of([compat.DEFAULT_SEED], 40, server_seed=1)
+    assert rows_of([None], 40, server_seed=0) == rows_of([batches.DEFAULT_SEED], 40, server_seed=1)
     deterministic(False)
     plain = rows_of([1, 2, 3], 40, server_seed=0)
     assert rows_of([1, 2, 3], 40, server_seed=0) == plain
@@ -204,7 +205,7 @@ def selection_of(passes: list[int], beside: bool, seed: int) -> dict[str, str]:
         plan.take(rows)
         plan.copy_to_host(lambda tensor: tensor).consume(batch, [None] * len(chosen))
         done += count
-    return compat.find_record(made[0], scoring.RECORD).payload()[wire.SELECTION]
+    return batches.find_record(made[0], scoring.RECORD).payload()[wire.SELECTION]
 
 
 def score_params(rows: int) -> dict[str, object]:

@@ -17,6 +17,7 @@ from sglang_bridge.server.sampling import Behaviour, behaviour
 from sglang_bridge.server.selection import LEAST_WEIGHT, UNUSED, Selected, Wanted, select
 from tests.support.figures import bounded
 from tests.support.oracles import behaviour_logp
+from tests.support.selections import uniform
 
 SLACK = 1e-6
 
@@ -37,11 +38,6 @@ def wanted(num_atoms: list[int] | int, num_draws: list[int] | int, rows: int = 1
 def unselected(ids: torch.Tensor) -> Selected:
     """Forced ids, of which nobody asks for the log-prob."""
     return forced(ids, torch.full(ids.shape, -torch.inf))
-
-
-def uniform(rows: int, draws: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.rand(rows, draws, dtype=torch.float64, generator=generator)
 
 
 def weights(rows: LogitRows, vocab: int) -> np.ndarray:

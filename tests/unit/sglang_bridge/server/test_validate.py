@@ -5,7 +5,8 @@ from types import SimpleNamespace
 import pytest
 
 from sglang_bridge import wire
-from sglang_bridge.server import compat, validate
+from sglang_bridge.server import validate
+from sglang_bridge.server.compat import batches
 from tests.support.server_requests import score_request
 
 
@@ -21,14 +22,14 @@ from tests.support.server_requests import score_request
     ],
 )
 def test_bad_score_requests_are_refused(start: int, lengths: list, ids: list, message: str):
-    params = compat.custom_params(score_request(start, lengths, ids))
+    params = batches.custom_params(score_request(start, lengths, ids))
     with pytest.raises(ValueError, match=message):
         validate.check_score_params(params, num_input=7, vocab_size=20)
 
 
 @pytest.mark.parametrize("start", [None, 0.0, float("inf"), float("nan"), "0"])
 def test_a_first_row_that_is_no_whole_number_is_refused(start: object):
-    params = dict(compat.custom_params(score_request(0, [1], [1])))
+    params = dict(batches.custom_params(score_request(0, [1], [1])))
     params[wire.SCORE_START] = start
     with pytest.raises(ValueError, match=f"{wire.SCORE_START} must be a whole number, got"):
         validate.check_score_params(params, num_input=7, vocab_size=20)
@@ -48,7 +49,7 @@ def test_a_first_row_that_is_no_whole_number_is_refused(start: object):
     ],
 )
 def test_bad_selections_are_refused(more: dict, message: str):
-    params = compat.custom_params(score_request(0, [1], [1], **more))
+    params = batches.custom_params(score_request(0, [1], [1], **more))
     with pytest.raises(ValueError, match=message):
         validate.check_score_params(params, num_input=7, vocab_size=20)
 

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +25,7 @@ from sglang_bridge.weights.exchange import (
 )
 from tests.support.figures import bounded
 from tests.support.receiving import CPU, canvas_of, gloo_groups
+from tests.support.same_host import side_by_side
 
 FLOAT, HALF = torch.float32, torch.bfloat16
 
@@ -38,13 +38,6 @@ def pair() -> list[ProcessGroupGloo]:
 @pytest.fixture(scope="module")
 def four() -> list[ProcessGroupGloo]:
     return gloo_groups(4, 30)
-
-
-def side_by_side(*calls: Callable[[], None]) -> None:
-    """All at once; the first failure is raised."""
-    with ThreadPoolExecutor(len(calls)) as threads:
-        for done in [threads.submit(call) for call in calls]:
-            done.result(timeout=60)
 
 
 def message(peer: int, *views: torch.Tensor, dtype: torch.dtype = FLOAT) -> Message:

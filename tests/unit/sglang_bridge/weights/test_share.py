@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_bridge.weights import share as module
-from sglang_bridge.weights.schedule import Limits, Route, SlicePlace
+from sglang_bridge.weights.message_order import Limits, Route, SlicePlace
 from sglang_bridge.weights.share import (
     PAUSED,
     PEERS,

@@ -1,17 +1,19 @@
 """What two ends over TCP do about frames that ZeroMQ drops, and about those that only seem lost."""
 
 import time
+from typing import Any
 
 import pytest
 import zmq
-import zmq.asyncio
 
 from checks.link.proxy import Proxy
+from megatron_opd.wire import sockets
 from megatron_opd.wire.link import ends as link_ends
 from megatron_opd.wire.link.channel import Channel, Draft
 from megatron_opd.wire.link.events import Restarted
 from megatron_opd.wire.link.peer import IN_THREAD_BYTES
 from megatron_opd.wire.link.wire import BULK, Buffer, LinkWelcome, Pong, read_note
+from megatron_opd.wire.router import Router
 from tests.support.link_ends import PATIENCE_S, drive, ends, link_config, message
 
 
@@ -19,19 +21,17 @@ def test_a_connection_that_ends_between_a_look_and_a_receive_is_followed_by_anot
     monkeypatch: pytest.MonkeyPatch,
 ):
     """ZeroMQ then drops what it had ready: whoever waits for it waits for ever."""
-    receive = zmq.asyncio.Socket.recv_multipart
-    dropped = []
+    receive, dropped = sockets.received, list[object]()
 
-    def ended(socket: zmq.asyncio.Socket, *args: object, **options: object) -> object:
-        bare = zmq.Socket.shadow(socket)
+    def ended(socket: "zmq.Socket[Any]") -> object:
         if cutting and not dropped and socket.type == zmq.DEALER:
-            while bare.poll(0):
-                dropped.append(bare.recv_multipart())
+            while socket.poll(0):
+                dropped.append(socket.recv_multipart())
             if dropped:
                 cutting[0].cut()
-        return receive(socket, *args, **options)
+        return receive(socket)
 
-    monkeypatch.setattr(zmq.asyncio.Socket, "recv_multipart", ended)
+    monkeypatch.setattr(sockets, "received", ended)
     cutting: list[Proxy] = []
 
     async def body() -> None:
@@ -53,22 +53,21 @@ def test_a_connection_whose_greeting_was_lost_is_followed_by_another(
 ):
     """The next frame tells of the loss, long before the time for a greeting is over."""
     monkeypatch.setattr(link_ends, "GREETING_S", 1e6)
-    put, lost = link_ends.put, []
+    send, lost = Router.send, []
 
-    def lose_one(socket: zmq.asyncio.Socket, frames: list[Buffer]) -> bool:
-        if socket.type == zmq.ROUTER and not lost:
-            lost.append(frames)
-            return True
-        return put(socket, frames)
+    def lose_one(router: Router, route: bytes, frames: list[Buffer]) -> None:
+        if lost:
+            send(router, route, frames)
+        lost.append(frames)
 
-    monkeypatch.setattr(link_ends, "put", lose_one)
+    monkeypatch.setattr(Router, "send", lose_one)
 
     async def body() -> None:
         async with ends() as net:
             client = net.client()
             await client.send([b"after all"])
             assert await message(net.server) == b"after all"
-            assert isinstance(read_note(lost[0][1], 0), LinkWelcome)
+            assert isinstance(read_note(lost[0][0], 0), LinkWelcome)
 
     drive(body)
 

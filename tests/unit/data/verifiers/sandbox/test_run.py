@@ -58,6 +58,7 @@ def test_the_environment_is_empty_and_the_ids_are_nobodys():
     assert set(environment) <= {"LC_CTYPE"}, "which Python sets itself"
     assert pid == 1
     assert user != 0
+    assert refused("os.kill(2, 9)") == "ProcessLookupError"
 
 
 @pytest.mark.parametrize("path", ["/etc/passwd", "/boot", "/proc", "/sys", "/run", "/var"])
