@@ -22,10 +22,10 @@ OF_SUMMARY = ("student_accuracy_after_pct", "probs_diff_max", "distinct_ids_per_
 def chosen(trials: Sequence[Trial], kept: Mapping[str, Row], count: int, seed: int) -> list[Trial]:
     """Some trials, drawn at random, of those that have a row and do not depend on the clock.
 
-    Bits depend on the kind of processor: rows of another one are left out.
+    Bits depend on the kind of processor: rows of another one, or that do not name it, are left out.
     """
-    here = (None, machine()["cpu"])  # None: not recorded then
-    kept = {name: row for name, row in kept.items() if row.get("cpu") in here}
+    here = machine()["cpu"]
+    kept = {name: row for name, row in kept.items() if row.get("cpu") == here}
     there = [t for t in trials if t.name in kept and t.setting != wall_clock.SETTING]
     return random.Random(seed).sample(there, min(count, len(there)))
 

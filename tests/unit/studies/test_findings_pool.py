@@ -138,6 +138,8 @@ def test_recorded_runs_made_again_are_compared_figure_for_figure(
     found = made_again(drawn, {**kept, drawn[0].name: other}, jobs=2)
     assert found["again"][drawn[0].name] == ["entropy_nats", "student_accuracy_after_pct"]
     assert found["failed"] is True
+    unnamed = {key: value for key, value in other.items() if key != "cpu"}
+    assert chosen(drawn[:1], {drawn[0].name: unnamed}, 1, seed=1) == [], "another processor's bits"
     clock = Trial("clock", "async", 1, Path("x.yaml"), {})
     assert chosen([clock], {clock.name: other}, 1, seed=1) == [], "it depends on the clock"
 
