@@ -67,7 +67,7 @@ gpu-check-dry: setup
 # project, and the CUDA 12 core, which TransformerEngine's source names until torch's CUDA is known.
 gpu-lock: setup
 	@$(BIN)/uv pip compile requirements/gpu.in --output-file requirements/gpu.lock --quiet \
-	  --python-version 3.11 --python-platform x86_64-manylinux_2_34 --generate-hashes --no-annotate \
+	  --python-version 3.12 --python-platform x86_64-manylinux_2_34 --generate-hashes --no-annotate \
 	  --no-emit-package megatron-opd --no-emit-package transformer-engine-cu12 \
 	  --custom-compile-command "make gpu-lock"
 

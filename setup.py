@@ -26,7 +26,7 @@ CORE = [
     "zstandard>=0.25.0,<1",
 ]
 # The engines are exact: this project reaches into them.
-MEGATRON = "megatron-core==0.16.1"
+MEGATRON = "megatron-core==0.19.2"
 
 setup(
     name="megatron-opd",
@@ -49,13 +49,13 @@ setup(
         # requirements are CUDA builds that a plain CPU cannot use.
         "cpu": [MEGATRON, "torch==2.13.0"],
         # Without NVIDIA apex on purpose: it is optional, built from its source, and the `apex`
-        # on PyPI is another project. torch: what this SGLang demands. TransformerEngine: the
-        # versions that megatron-core 0.16.1's own metadata names, for torch's CUDA 13.
+        # on PyPI is another project. torch: what this SGLang demands. TransformerEngine: from
+        # 2.14.1 Megatron-Core 0.19 finds its fused clipping; for torch's CUDA 13.
         "gpu": [
             MEGATRON,
             "sglang==0.5.23",
             "torch==2.14.1",
-            "transformer-engine[core_cu13,pytorch]>=2.9.0,<2.12.0",
+            "transformer-engine[core_cu13,pytorch]>=2.14.1,<2.21",
         ],
         "plots": ["matplotlib>=3.11.2,<4"],  # tools/plot_*.py draw the figures of docs
         # exact: the launcher reads where Ray puts bundles, and how it ends what it runs

@@ -26,7 +26,6 @@ from pathlib import Path
 
 STAMP = "opd-pins.sha256"
 COMPILE_IMPORTS = Path(__file__).with_name("compile_imports.py")
-OLDEST, TESTED = (3, 11), (3, 11)
 PIPS_INDEX = "from pip._internal.models.index import PyPI; print(PyPI.simple_url)"
 NO_CPU_TORCH = """\
 setup: no CPU build of torch {version} was found: pip's indexes and find-links have none, and \
@@ -40,6 +39,11 @@ extension has no wheel and is compiled here. Install the CUDA 13 toolkit with th
 and NCCL, or use the Dockerfile"""
 # TransformerEngine's build would take a ready wheel from elsewhere, which the lock has no hash of.
 BUILD = {"NVTE_PYTORCH_FORCE_BUILD": "TRUE"}
+# Asks for Python 3.12. What the learner imports of it runs on 3.11 too, which the tests hold; of
+# the installers only pip can be told so, and of its files only the sdist fits any Python. Its one
+# extension, for pretraining data sets, is optional: without a compiler it is left out.
+MEGATRON, MEGATRON_PYTHON = "megatron-core", (3, 12)
+NO_EXTENSION = {"CXX": "false"}
 GLIBC = (2, 34)  # SGLang's wheels are manylinux_2_34
 
 
@@ -51,11 +55,13 @@ class SetupError(Exception):
 class Machine:
     """What differs between machines; the lock's name chooses.
 
-    cpu_torch: take a +cpu build of torch. compiled: packages without a wheel, which are compiled
-    against the others, so after them. runs: fails where a wheel of the wrong kind was taken, by
-    CUDA's libraries or by a C library that should be bundled. size: of the environment.
+    python: the oldest that will do, which is the tested one. cpu_torch: take a +cpu build of torch.
+    compiled: packages without a wheel, which are compiled against the others, so after them.
+    runs: fails where a wheel of the wrong kind was taken, by CUDA's libraries or by a C library
+    that should be bundled. size: of the environment.
     """
 
+    python: tuple[int, int]
     cpu_torch: bool
     compiled: tuple[str, ...]
     runs: str
@@ -64,12 +70,14 @@ class Machine:
 
 MACHINES = {
     "cpu": Machine(
+        python=(3, 11),
         cpu_torch=True,
         compiled=(),
         runs="import torch, soundfile; assert torch.version.cuda is None",
         size="3 GB",
     ),
     "gpu": Machine(
+        python=MEGATRON_PYTHON,
         cpu_torch=False,
         compiled=("transformer-engine-torch",),
         # loads the compiled extension, which lies in transformer_engine/wheel_lib
@@ -147,24 +155,31 @@ def pinned(lock: Path, package: str) -> str | None:
     return None if found is None else found[1]
 
 
-def create(venv: Path) -> None:
+def create(venv: Path, oldest: tuple[int, int]) -> None:
     """An environment of a Python that is new enough; uv brings one where this one is not."""
     version = ".".join(map(str, sys.version_info[:2]))
-    tested = ".".join(map(str, TESTED))
-    if sys.version_info[:2] > TESTED:
+    tested = ".".join(map(str, oldest))
+    if sys.version_info[:2] > oldest:
         print(f"setup: Python {version} is newer than the tested {tested}; if a package has no "
-              f"build for it, run make setup PYTHON=python{tested}", flush=True)  # fmt: skip
+              f"build for it, add PYTHON=python{tested} to make", flush=True)  # fmt: skip
     if (venv / "bin" / "python").exists():
         return
     uv = shutil.which("uv")
-    if sys.version_info[:2] >= OLDEST:
+    if sys.version_info[:2] >= oldest:
         command = [sys.executable, "-m", "venv", str(venv)]
     elif uv is not None:
         command = [uv, "venv", "--seed", "--python", tested, str(venv)]
     else:
         raise SetupError(f"setup: Python {tested} or newer is needed, this is {version}; install "
-                         f"it, or uv, which brings its own")  # fmt: skip
+                         f"it and add PYTHON=python{tested} to make, or install uv, which brings "
+                         f"its own")  # fmt: skip
     subprocess.run(command, check=True)
+
+
+def python_of(python: str) -> tuple[int, ...]:
+    """The version of an interpreter: an environment that was there keeps its own."""
+    code = "import sys; print(*sys.version_info[:2])"
+    return tuple(map(int, _output([python, "-c", code]).split()))
 
 
 def cpu_torch(uv: list[str], version: str) -> list[str]:
@@ -197,13 +212,18 @@ def require_gpu_machine() -> None:
         raise SetupError(NO_NVCC)
 
 
-def split_lock(lock: Path, later: tuple[str, ...]) -> tuple[str, str]:
-    """The lock's text without the packages `later`, and theirs; a package's hashes stay with it."""
+def split_lock(lock: Path, *later: tuple[str, ...]) -> list[str]:
+    """The lock's text without the packages in `later`, then that of each group of them.
+
+    A package's hashes stay with it. A group that the lock has nothing of is "".
+    """
     text = re.sub(r"\\\n\s*", "", lock.read_text())  # one line a package
     lines = [line for line in text.splitlines() if line and not line.lstrip().startswith("#")]
-    of_later = [line for line in lines if line.partition("==")[0] in later]
-    first = [line for line in lines if line not in of_later]
-    return "\n".join(first) + "\n", "\n".join(of_later) + "\n"
+    groups: list[str] = [""] * (1 + len(later))
+    for line in lines:
+        name = line.partition("==")[0]
+        groups[next((1 + i for i, group in enumerate(later) if name in group), 0)] += f"{line}\n"
+    return groups
 
 
 def install(venv: Path, lock: Path, machine: Machine) -> None:
@@ -230,15 +250,20 @@ def install(venv: Path, lock: Path, machine: Machine) -> None:
         linux = sys.platform.startswith("linux")
         if torch and linux and subprocess.run([*command, wanted]).returncode != 0:
             raise SetupError(NO_CPU_TORCH.format(version=torch))
-    for index, text in enumerate(split_lock(lock, machine.compiled)):
-        if text.strip():
+    built = ["--no-build-isolation"]
+    too_old = (MEGATRON,) if python_of(python) < MEGATRON_PYTHON else ()
+    sdist = [*pip, "install", "--quiet", "--no-deps", *built, "--no-compile"]
+    sdist += ["--ignore-requires-python", "--no-binary", MEGATRON]
+    texts = split_lock(lock, machine.compiled, too_old)
+    runs = ([*command, *chosen], [*command, *built], sdist)
+    for index, (text, run, more) in enumerate(
+        zip(texts, runs, ({}, BUILD, NO_EXTENSION), strict=True)
+    ):
+        if text:
             part = venv / f"{lock.stem}-{index}.txt"
             part.write_text(text)
-            built = ["--no-build-isolation"] if index else []
-            run = [*command, *built, "-r", str(part), *chosen]
-            subprocess.run(run, env={**BUILD, **os.environ}, check=True)
-        chosen = []
-    subprocess.run([*command, "--no-build-isolation", "-e", "."], check=True)
+            subprocess.run([*run, "-r", str(part)], env={**os.environ, **more}, check=True)
+    subprocess.run([*command, *built, "-e", "."], check=True)
 
 
 def check_runs(venv: Path, code: str) -> None:
@@ -264,7 +289,7 @@ def main() -> int:
     try:
         if not machine.cpu_torch:
             require_gpu_machine()
-        create(venv)
+        create(venv, machine.python)
         install(venv, pins[0], machine)
         subprocess.run([str(venv / "bin" / "python"), str(COMPILE_IMPORTS)], check=True)
         check_runs(venv, machine.runs)

@@ -45,7 +45,7 @@ from megatron_opd.models.shards import fuse
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import hf_shapes
 
-# The versions of the formats that Megatron-Core 0.16.1 writes and reads.
+# The versions of the formats that Megatron-Core 0.16 writes; 0.19 reads them too.
 _DESCRIPTION = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,

@@ -2,8 +2,9 @@
 
 Shapes alone do not tell them: queries, keys and values of 8 heads of 8 features lie in tensors as
 large as those of 4 heads of 16, and would be cut elsewhere. What tells is written beside the
-tensors, by each program in its own way: in the arguments that Megatron-LM pickles into common.pt,
-in Megatron-Bridge's run_config.yaml, in state.json of a learner.
+tensors, by each program in its own way: in the arguments that Megatron-LM pickles, into common.pt
+or, since Megatron-Core 0.19, among the shards, in Megatron-Bridge's run_config.yaml, in state.json
+of a learner.
 
 Invariant: no pickle runs anything. Whatever it names becomes a class that does nothing.
 """
@@ -21,12 +22,14 @@ from typing import Any, cast
 
 import yaml
 
+from megatron_opd.checkpoint.restricted_metadata import METADATA, read_metadata
 from megatron_opd.checkpoint.state_files import read_json
 from megatron_opd.config.plain_yaml import load_plain
 from megatron_opd.config.unique_keys import DuplicateKey
 from megatron_opd.models.spec import ModelSpec
 
 STATE = "state.json"
+COMMON_STATE = "common_state/"
 MAX_BYTES = 2**26
 """The most of a file that is read; each is a few kilobytes."""
 
@@ -56,6 +59,8 @@ def check_heads(path: Path, spec: ModelSpec) -> tuple[str, ...]:
     """
     wanted = heads_of(spec)
     found = {name: read(path / name) for name, read in _READERS.items() if (path / name).is_file()}
+    if not any(found.values()):  # that of a large model takes seconds
+        found[METADATA] = _of_shards(path)
     for name, heads in found.items():
         if heads not in (None, wanted):
             raise ValueError(
@@ -83,13 +88,26 @@ def _of_bridge(path: Path) -> Heads | None:
     return _of_settings(model)
 
 
-def _of_megatron(path: Path) -> Heads | None:
+def _of_shards(path: Path) -> Heads | None:
     try:
-        with zipfile.ZipFile(path) as archive:
+        stored = read_metadata(path).storage_data
+        (info,) = [each for index, each in stored.items() if index.fqn.startswith(COMMON_STATE)]
+        with (path / Path(info.relative_path).name).open("rb") as stream:
+            stream.seek(info.offset)
+            return _of_megatron(io.BytesIO(stream.read(min(info.length, MAX_BYTES))))
+    except Exception:  # noqa: BLE001  damaged metadata hold anything
+        return None
+
+
+def _of_megatron(file: Path | io.BytesIO) -> Heads | None:
+    """Read what torch.save wrote of Megatron-LM: a dictionary, or a list of one."""
+    try:
+        with zipfile.ZipFile(file) as archive:
             (info,) = [each for each in archive.infolist() if each.filename.endswith("/data.pkl")]
             found = _inert(archive.read(info)) if info.file_size < MAX_BYTES else None
     except Exception:  # noqa: BLE001  a damaged pickle raises anything
         return None
+    found = cast(list[Any], found)[0] if isinstance(found, list) and found else found
     arguments = cast(dict[Any, Any], found).get("args") if isinstance(found, dict) else None
     settings = dict(vars(arguments)) if isinstance(arguments, _Anything) else None
     if settings is not None and settings.get("group_query_attention") is False:

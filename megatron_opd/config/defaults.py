@@ -36,10 +36,8 @@ BYPASSES: dict[str, Callable[[Any], bool]] = {
     "moe_router_fusion": bool,
     "moe_router_load_balancing_type": lambda value: value == "sinkhorn",
     "moe_router_force_load_balancing": bool,
-    "overlap_moe_expert_parallel_comm": bool,
-    "cuda_graph_impl": lambda value: value != "none",
 }
-"""Settings of Megatron-Core 0.16.1, and which values keep routers from replaying experts."""
+"""Settings of Megatron-Core 0.19.2, and which values keep routers from replaying experts."""
 
 
 def is_coarse_mixture(config: ConfigTree) -> bool:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
+from megatron_opd.errors import UserError
+
 _BUILD = "how to build either: docs/install.md"
+OLDEST_ENGINE = (2, 14, 1)
+"""The first TransformerEngine whose fused norm and clipping Megatron-Core 0.19 finds."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +32,14 @@ class Kernels:
 def choose_kernels(cuda: bool) -> Kernels:
     """Choose the kernels from what is installed, without importing any of it.
 
-    cuda: whether the learner runs on GPUs.
+    cuda: whether the learner runs on GPUs. UserError: TransformerEngine is too old for Megatron.
     """
     if not cuda:
         why = "no GPU: Megatron's local layers, torch attention over packed segments, gloo"
         return Kernels(False, False, (("layers here", why), ("optimizer here", "torch AdamW")))
     engine = find_spec("transformer_engine") is not None
+    if engine:
+        _check_engine()
     # Built by NVIDIA apex from its source; PyPI's `apex` is another project and lacks both.
     apex = find_spec("fused_weight_gradient_mlp_cuda") is not None
     adam = find_spec("amp_C") is not None
@@ -63,3 +71,17 @@ def choose_kernels(cuda: bool) -> Kernels:
             ("optimizer here", optimizer),
         ),
     )
+
+
+def _check_engine() -> None:
+    try:
+        found = version("transformer-engine")
+    except PackageNotFoundError:
+        return  # one that was built in place: Megatron asks it for its version itself
+    if tuple(map(int, re.findall(r"\d+", found)[:3])) < OLDEST_ENGINE:
+        oldest = ".".join(map(str, OLDEST_ENGINE))
+        raise UserError(
+            f"transformer-engine must be {oldest} or newer, got {found}: Megatron-Core would not "
+            "find its kernels for the norm and the clipping of gradients; install the locked one "
+            "(make setup-gpu), or remove it"
+        )

@@ -91,8 +91,8 @@ class ParallelConfig(Section):
         ranks = self.tp * self.cp * self.dp
         if self.ep == 1 and self.expert_tp != self.tp:
             raise ValueError(
-                "etp must equal tp when ep is 1, because Megatron-Core 0.16.1 otherwise never sums "
-                "expert gradients over the tensor-parallel ranks, got "
+                "etp must equal tp when ep is 1: Megatron-Core 0.16 did not sum the gradients of "
+                "such experts over tensor-parallel ranks, and no test here has run it since, got "
                 f"etp={self.etp}, tp={self.tp}"
             )
         if ranks % (self.ep * self.expert_tp):

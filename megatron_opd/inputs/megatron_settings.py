@@ -10,7 +10,7 @@ from megatron_opd.models.spec import ModelSpec
 
 
 def check_megatron(spec: ModelSpec, config: LearnerConfig) -> None:
-    """Raise UserError for fields that Megatron does not have, or values that it rejects.
+    """Raise UserError for fields that may not be set, or values that Megatron rejects.
 
     Megatron takes seconds to import: a configuration without such fields does not wait for it.
     """

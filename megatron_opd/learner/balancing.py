@@ -2,9 +2,9 @@
 
 The objective is policy loss / count + sum over kinds of coefficient * mean over micro-batches of
 the kind's loss (Switch Transformer's over a micro-batch, a sequence, or, `global_aux_loss`, all
-data-parallel ranks), fillers left out. Megatron-Core 0.16.1 weighs each micro-batch by the tokens
-that this rank holds and then divides by the policy loss's count: prompts would raise the weight,
-and tensor or context parallelism lower it. Here routers add their losses unweighed, and the
+data-parallel ranks), fillers left out. Megatron-Core 0.19.2 weighs each micro-batch by the tokens
+that its ranks hold and then divides by the policy loss's count: prompts would raise the weight.
+Here routers add their losses unweighed, and the
 coefficients carry count / micro-batches instead. It also divides by the tokens of a micro-batch, of
 which a filler has none, and takes a mask of positions for one of experts where it counts what moves
 an expert's bias.
@@ -20,11 +20,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as ps
 from megatron.core.transformer.moe import router as megatron_router
-from megatron.core.transformer.moe.moe_utils import (
-    clear_aux_losses_tracker,
-    get_moe_layer_wise_logging_tracker,
-    switch_load_balancing_loss_func,
-)
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 from megatron.core.transformer.moe.router import Router
 
 _counted_by_megatron: Any = megatron_router.TopKRouter._apply_expert_bias  # pyright: ignore[reportPrivateUsage]
@@ -90,12 +87,13 @@ class Balancing:
         losses: what `weigh` returned. Unweighed: 1 when every expert gets the same share.
         Collective over the world.
         """
-        values = [kind["values"].sum() for kind in get_moe_layer_wise_logging_tracker().values()]
+        tracker = get_moe_metrics_tracker()
+        values = [kind.values.sum() for kind in tracker.metrics.values()]
         total = torch.zeros((), device=torch.cuda.current_device())
         if values:  # a pipeline stage of dense layers has none
             total += values[0]
         dist.all_reduce(total)
-        clear_aux_losses_tracker()
+        tracker.clear()
         return float(total) / (self.moe_layers * losses)
 
 

@@ -69,8 +69,10 @@ class GatedMLP(MLP):
         """Map [s, b, h] to [s, b, h]; the second is the bias, None here."""
         if per_token_scale is not None or not is_plain_swiglu(self.config):
             return super().forward(hidden_states, per_token_scale, **named)
-        both, _ = self.linear_fc1(hidden_states)
-        return self.linear_fc2(swiglu(both))
+        first: Any = self.linear_fc1
+        second: Any = self.linear_fc2
+        both, _ = first(hidden_states)
+        return second(swiglu(both))
 
 
 def keep_less(model: torch.nn.Module) -> None:

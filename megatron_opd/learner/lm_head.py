@@ -96,7 +96,8 @@ def install_lean_head(model: GPTModel) -> None:
         )
     if model.post_process:
         # Not a new module: the weight, its marks and sharded_state_dict stay Megatron's own.
-        model.output_layer.__class__ = LeanHead
+        head: Any = model.output_layer
+        head.__class__ = LeanHead
 
 
 def head_weight(model: GPTModel) -> torch.Tensor:

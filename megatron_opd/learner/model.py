@@ -5,7 +5,9 @@ Its weights mean nothing until checkpoint.convert fills every one of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Mapping
+from shutil import which
 from typing import Any
 
 import torch
@@ -36,10 +38,23 @@ from megatron_opd.learner.attention import (
 from megatron_opd.learner.gated import keep_less
 from megatron_opd.learner.lm_head import hide_padded_ids
 from megatron_opd.learner.overrides import build, check_overrides
+from megatron_opd.learner.top_k import sort_choices
 from megatron_opd.learner.world import World
 from megatron_opd.models.spec import ModelSpec
 
+COMPILED = frozenset({"layernorm", "moe_act", "mla_up_proj"})
+"""Values of recompute_modules for which Megatron-Core 0.19 compiles an extension."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def _is_news(record: logging.LogRecord) -> bool:
+    """Drop what Megatron says at every start: that GPTModel ends, that DDP lays out buffers."""
+    known = ("GPTModel IS DEPRECATED", "full_param_layout not provided")
+    return not any(words in record.getMessage() for words in known)
+
+
+for _name in ("models.gpt.gpt_model", "distributed.distributed_data_parallel"):
+    logging.getLogger(f"megatron.core.{_name}").addFilter(_is_news)
 
 
 def transformer_config(
@@ -79,11 +94,7 @@ def transformer_config(
             "moe_permute_fusion": speedups.permute,
         }
     chosen = defaults | check_overrides("learner.megatron", TransformerConfig, config.megatron)
-    if parallel.vpp > 1 and parallel.pp == 2 and not chosen["overlap_p2p_comm"]:
-        raise ValueError(
-            "learner.megatron.overlap_p2p_comm must be true with learner.parallel.vpp above 1 and "
-            "pp 2, or the two stages swap activations and gradients; leave it out"
-        )
+    _check_chosen(config, chosen)
     fixed = _architecture(spec) | {
         "recompute_granularity": None if config.recompute == "none" else config.recompute,
         "params_dtype": dtype,
@@ -91,9 +102,9 @@ def transformer_config(
         "bf16": dtype == torch.bfloat16,
         "calculate_per_token_loss": True,
         "variable_seq_lengths": chosen["moe_token_dispatcher_type"] != "allgather",
-        # Although every weight is loaded over it: without it parameters are not marked as tensor
-        # parallel, and gradient norms would count one rank's shards only.
-        "perform_initialization": True,
+        # Packed micro-batches differ between ranks, and HybridEP wants them equal.
+        "moe_hybridep_pad_uneven_dispatch_inputs": True,
+        "perform_initialization": True,  # over it every weight is loaded
         "use_cpu_initialization": not cuda,
         "sequence_parallel": parallel.tp > 1,
         "tensor_model_parallel_size": parallel.tp,
@@ -104,6 +115,29 @@ def transformer_config(
         "expert_tensor_parallel_size": parallel.expert_tp,
     }
     return build("learner.megatron", TransformerConfig, chosen | fixed)
+
+
+def _check_chosen(config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
+    """Raise ValueError for a value that Megatron takes and that fails, or does nothing, later."""
+    compiled = sorted(COMPILED & set(chosen.get("recompute_modules", ())))
+    if compiled and which("ninja") is None:
+        raise ValueError(
+            f"learner.megatron.recompute_modules has {compiled[0]}, for which Megatron compiles "
+            "an extension at the first backward pass: install ninja and a C++ compiler, or leave "
+            "it out"
+        )
+    tuned, dispatcher = "moe_flex_dispatcher_num_sms", chosen["moe_token_dispatcher_type"]
+    if tuned in config.megatron and dispatcher != "flex":
+        raise ValueError(
+            f"learner.megatron.{tuned} has no effect unless moe_token_dispatcher_type is flex, "
+            f"got {dispatcher}; leave it out"
+        )
+    vpp, pp = config.parallel.vpp, config.parallel.pp
+    if vpp > 1 and pp == 2 and not chosen["overlap_p2p_comm"]:
+        raise ValueError(
+            "learner.megatron.overlap_p2p_comm must be true with learner.parallel.vpp above 1 and "
+            "pp 2, or the two stages swap activations and gradients; leave it out"
+        )
 
 
 def _architecture(spec: ModelSpec) -> dict[str, Any]:
@@ -225,6 +259,7 @@ def _chunk(
         )
     model.rotary_pos_emb.inv_freq = rotary_frequencies(spec.rope, spec.head_dim, world.device)
     hide_padded_ids(model, spec.num_ids)
+    sort_choices(model)
     return model.to(world.device, config.params_dtype)
 
 

@@ -1,13 +1,12 @@
 """Sets any field of Megatron's own dataclasses from YAML, checked against the real classes.
 
 `learner.megatron.*` is TransformerConfig, `learner.ddp.*` DistributedDataParallelConfig, and what
-`learner.optimizer.*` holds beyond this project's keys OptimizerConfig. Fields that follow from
-something else (the model, the layout) name what sets them instead.
+`learner.optimizer.*` holds beyond this project's keys OptimizerConfig. settings.py tells which
+fields may be set; the others name what sets them instead, or why they may not be.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -15,73 +14,17 @@ from enum import Enum
 from typing import Any, TypeVar
 
 import torch
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from megatron_opd.learner.settings import (
+    PASSED,
+    REMOVED,
+    owner_of,
+    refusal_of,
+    value_refusal_of,
+)
+
 T = TypeVar("T")
-
-# Fields that something else sets, by class and by what sets them.
-_OWNERS: dict[type, dict[str, tuple[str, ...]]] = {
-    TransformerConfig: {
-        "config.json of the model": (
-            "num_layers",
-            "hidden_size",
-            "num_attention_heads",
-            "num_query_groups",
-            "kv_channels",
-            "ffn_hidden_size",
-            "normalization",
-            "layernorm_epsilon",
-            "qk_layernorm",
-            "gated_linear_unit",
-            "activation_func",
-            "add_bias_linear",
-            "add_qkv_bias",
-            "num_moe_experts",
-            "moe_ffn_hidden_size",
-            "moe_layer_freq",
-            "moe_router_topk",
-            "moe_router_pre_softmax",
-        ),
-        "learner.parallel": (
-            "tensor_model_parallel_size",
-            "pipeline_model_parallel_size",
-            "virtual_pipeline_model_parallel_size",
-            "context_parallel_size",
-            "expert_model_parallel_size",
-            "expert_tensor_parallel_size",
-            "sequence_parallel",
-        ),
-        "learner.dtype": ("params_dtype", "pipeline_dtype", "bf16", "fp16"),
-        "learner.recompute": ("recompute_granularity", "moe_layer_recompute"),
-        "learner.routing_replay": ("moe_enable_routing_replay",),
-        "the learner itself": (
-            "calculate_per_token_loss",
-            "variable_seq_lengths",
-            "perform_initialization",
-            "use_cpu_initialization",
-            "microbatch_group_size_per_vp_stage",
-            "mtp_num_layers",
-            "defer_embedding_wgrad_compute",
-        ),
-    },
-    DistributedDataParallelConfig: {"the learner itself": ("use_distributed_optimizer",)},
-    OptimizerConfig: {
-        "learner.optimizer.beta1": ("adam_beta1",),
-        "learner.optimizer.beta2": ("adam_beta2",),
-        "learner.optimizer.eps": ("adam_eps",),
-        "learner.dtype": ("bf16", "fp16", "params_dtype"),
-        "learner.ddp": ("overlap_param_gather",),
-        "the learner itself": ("optimizer", "use_distributed_optimizer"),
-    },
-}
-
-
-def _owner(target: type, name: str) -> str | None:
-    owners = _OWNERS[target].items()
-    return next((owner for owner, names in owners if name in names), None)
 
 
 def check_overrides(
@@ -90,19 +33,26 @@ def check_overrides(
     """Return `values` converted to the types of the fields of `target`.
 
     section: the key they stand under. beside: keys of ours there, for the hint. ValueError, one
-    line: no such field (with the nearest one), one that something else sets, or a value of another
-    type.
+    line: no such field (with the nearest one), one that something else sets or that may not be
+    set, or a value of another type.
     """
     hints = typing.get_type_hints(target)
-    fields = {field.name for field in dataclasses.fields(target) if field.init}
-    settable = {name for name in fields if not _takes_code(hints[name])}
-    for name in values:
-        owner = _owner(target, name)
+    for name, value in values.items():
+        owner = owner_of(target, name)
         if owner is not None:
             raise ValueError(f"{section}.{name} is set by {owner}; leave it out")
-        if name not in settable:
-            known = sorted({n for n in settable if _owner(target, n) is None} | set(beside))
-            near = difflib.get_close_matches(name, known, n=1)
+        refusal = refusal_of(target, name)
+        if refusal is not None:
+            raise ValueError(f"{section}.{name} must be left out: {refusal}")
+        if name in REMOVED[target]:
+            raise ValueError(
+                f"{section}.{name} is gone from Megatron-Core 0.19: {REMOVED[target][name]}"
+            )
+        refusal = value_refusal_of(target, name, value)
+        if refusal is not None:
+            raise ValueError(f"{section}.{name} must not be {value}: {refusal}")
+        if name not in PASSED[target]:
+            near = difflib.get_close_matches(name, sorted({*PASSED[target], *beside}), n=1)
             hinted = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(
                 f"{section}.{name} is not a field of Megatron's {target.__name__} that YAML can set"
@@ -132,14 +82,6 @@ def _converted(key: str, hint: Any, value: Any) -> Any:
     except ValidationError as error:
         problem = error.errors()[0]["msg"]
         raise ValueError(f"{key}: {problem}, got {value!r}") from None
-
-
-def _takes_code(hint: Any) -> bool:
-    """Return whether a field holds functions or live objects, which a file cannot."""
-    kinds = (hint, *typing.get_args(hint))
-    return any(typing.get_origin(kind) is Callable or kind is Callable for kind in kinds) or any(
-        getattr(kind, "__name__", "") == "Callable" for kind in kinds
-    )
 
 
 def build(section: str, target: Callable[..., T], values: Mapping[str, Any]) -> T:

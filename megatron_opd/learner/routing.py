@@ -18,7 +18,7 @@ of a token.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,18 +26,16 @@ from typing import Any
 import numpy as np
 import torch
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router_replay import RouterReplay
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_opd.config.learner import LearnerConfig, RoutingReplay, RoutingWeights
 from megatron_opd.learner.routing_checks import check_experts, check_gates, check_replay
+from megatron_opd.learner.top_k import SortedTopK, TopK
 from megatron_opd.learner.world import World
 from megatron_opd.losses.host import sent
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.records.columns import RankInputs
 from megatron_opd.records.types import ExpertArray, GateArray
-
-TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -90,14 +88,14 @@ class MicroRouting:
         return torch.stack([moved, pairs, choices, pairs * slots])
 
 
-class LayerReplay(RouterReplay):
+class LayerReplay(SortedTopK):
     """Chooses the experts for one router, which asks it instead of taking its own top k.
 
     alone: the expert layer is recomputed without the rest of its transformer layer.
     """
 
     def __init__(self, layer: int, alone: bool) -> None:
-        # Not the parent's: it keeps every instance in a global list, for Megatron's own switches.
+        super().__init__()
         self._layer, self._alone = layer, alone
         self._micro: MicroRouting | None = None
         self._recomputed_next: deque[MicroRouting | None] = deque()
@@ -118,9 +116,8 @@ class LayerReplay(RouterReplay):
         default_compute_topk: TopK | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return [m, k] scores of the experts to use, and the experts; scores: [m, experts]."""
-        assert default_compute_topk is not None
-        values_mk, own_mk = default_compute_topk(
-            scores, topk, num_groups=num_groups, group_topk=group_topk
+        values_mk, own_mk = super().get_replay_topk(
+            scores, topk, num_groups, group_topk, default_compute_topk
         )
         micro = self._micro
         if self._alone and torch.is_grad_enabled():  # its forward pass ran without gradients

@@ -20,7 +20,7 @@ def check_replay(mode: RoutingReplay, spec: ModelSpec, settings: Any) -> None:
     """Raise ValueError for what replay cannot do.
 
     That is a model without experts, and settings (a TransformerConfig) under which
-    Megatron-Core 0.16.1 asks no replay, or not layer by layer.
+    Megatron-Core 0.19.2 asks no replay, or not layer by layer.
     """
     if mode == "off":
         return

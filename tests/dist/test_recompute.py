@@ -30,9 +30,10 @@ LEARNT = ("loss", "grad_norm", "reverse_kl_nats", "entropy_nats", "probs_diff_ma
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Layers of experts and a dense one."""
-    out = tmp_path_factory.mktemp("models") / "mixed"
-    return tiny_qwen3_moe(out, seed=6, num_hidden_layers=4, mlp_only_layers=[1])
+    """Layers of experts and a dense one; of two experts a token the order could not show."""
+    out, experts = tmp_path_factory.mktemp("models") / "mixed", {"num_experts": 8}
+    chosen = {"num_hidden_layers": 4, "mlp_only_layers": [1], "num_experts_per_tok": 4}
+    return tiny_qwen3_moe(out, seed=6, **experts, **chosen)
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.serialization import load_common_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron_opd.checkpoint.restricted_metadata import read_metadata
@@ -284,23 +286,25 @@ def test_no_payload_in_a_checkpoint_runs(runs, models, batches, tmp_path):
     for name, file in (("metadata", ".metadata"), ("common", "common.pt"), ("whole", "")):
         copy = sources[name]
         shutil.copytree(whole, copy)
+        written = {entry.name for entry in read_sums(copy, 1)}
         if file:
             (copy / file).write_bytes(pickle.dumps(Payload(marker)))
-        write_sums(copy, 0, [entry.name for entry in read_sums(copy, 1)])
+        write_sums(copy, 0, sorted(written | {file} - {""}))
     common = {"model": models["tied"], "config": STEP}
     out = tmp_path / "refused"
     run_world(state_jobs.refused, 1, out, sources={"x": sources["metadata"]}, **common)
     said = json.loads((out / "said0.json").read_text())["x"]
     assert f"{sources['metadata']}/.metadata is refused: it names posix.mkdir" in said
     assert "\n" not in said
-    del sources["metadata"]
+    planted = sources.pop("metadata")
     found = run_world(
         state_jobs.resumed, 1, tmp_path / "on", batches=batches["tied"], sources=sources, **common
     )
-    assert found["common"] == found["whole"], "common.pt is not needed"
+    assert found["common"] == found["whole"], "the common.pt of older versions is not needed"
     assert not marker.exists()
-    pickle.loads(pickle.dumps(Payload(marker)))
-    assert marker.exists(), "the control: read without restriction, it runs"
+    with pytest.raises(CheckpointException):
+        load_common_state_dict(planted)
+    assert marker.exists(), "the control: Megatron's own load runs it"
 
 
 @pytest.mark.parametrize(("moment", "in_background"), [("shards", True), ("name", False)])

@@ -25,7 +25,8 @@ def wheel(folder, *_):
     name = "{stem}-{version}-py3-none-any.whl"
     info = "{stem}-{version}.dist-info"
     files = {{
-        info + "/METADATA": "Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n",
+        info + "/METADATA": "Metadata-Version: 2.1\\nName: {name}\\nVersion: {version}\\n"
+        "Requires-Python: {python}\\n",
         info + "/WHEEL": "Wheel-Version: 1.0\\nRoot-Is-Purelib: true\\nTag: py3-none-any\\n",
         "{module}": "",
     }}
@@ -72,30 +73,42 @@ def write_torch(folder: Path, version: str, cuda: str | None, tag: str = ANY) ->
 
 
 def write_project(
-    folder: Path, name: str, version: str, imports: str = "", module: str | None = None
+    folder: Path,
+    name: str,
+    version: str,
+    imports: str = "",
+    module: str | None = None,
+    python: str = ">=3.11",
 ) -> None:
     """A project's source; its build needs what `imports` imports, and makes the file `module`."""
     folder.mkdir(parents=True, exist_ok=True)
     stem = name.replace("-", "_")
-    names = {"name": name, "stem": stem, "version": version, "module": module or f"{stem}.py"}
+    names = {"name": name, "stem": stem, "version": version, "python": python}
+    names["module"] = module or f"{stem}.py"
     (folder / "pyproject.toml").write_text(PYPROJECT)
     (folder / "backend.py").write_text(BACKEND.format(imports=imports, **names))
 
 
 def write_sdist(
-    folder: Path, name: str, version: str, imports: str = "", module: str | None = None
+    folder: Path,
+    name: str,
+    version: str,
+    imports: str = "",
+    module: str | None = None,
+    python: str = ">=3.11",
 ) -> Path:
-    """A package that has no wheel. module: the file that its build makes."""
+    """A package's source. module: the file that its build makes. python: what it asks for."""
     source = folder / "source"
-    write_project(source, name, version, imports, module)
+    write_project(source, name, version, imports, module, python)
     stem = f"{name.replace('-', '_')}-{version}"
-    metadata = f"Metadata-Version: 2.2\nName: {name}\nVersion: {version}\n".encode()
+    metadata = f"Metadata-Version: 2.2\nName: {name}\nVersion: {version}\n"
+    metadata += f"Requires-Python: {python}\n"
     with tarfile.open(folder / f"{stem}.tar.gz", "w:gz") as archive:
         for path in source.iterdir():
             archive.add(path, f"{stem}/{path.name}")
         entry = tarfile.TarInfo(f"{stem}/PKG-INFO")
         entry.size = len(metadata)
-        archive.addfile(entry, io.BytesIO(metadata))
+        archive.addfile(entry, io.BytesIO(metadata.encode()))
     return folder / f"{stem}.tar.gz"
 
 

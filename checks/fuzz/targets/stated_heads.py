@@ -1,4 +1,4 @@
-"""What a Megatron checkpoint says of its heads, in three forms -> the files that tell them."""
+"""What a Megatron checkpoint says of its heads, in four forms -> the files that tell them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ from pathlib import Path
 from random import Random
 
 import yaml
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from checks.fuzz.engine import Target
 from checks.fuzz.mutations import damaged_bytes
 from checks.fuzz.places import EXAMPLE, scratch
 from checks.fuzz.targets.checkpoint_metadata import MARKER, embedded, program
-from megatron_opd.checkpoint.stated_heads import check_heads, heads_of
+from megatron_opd.checkpoint.restricted_metadata import METADATA
+from megatron_opd.checkpoint.stated_heads import COMMON_STATE, check_heads, heads_of
 from megatron_opd.models.spec import read_model_spec
 
 SPEC = read_model_spec(EXAMPLE / "student")
@@ -31,9 +34,10 @@ SETTINGS = {
     "hidden_size": SPEC.hidden_size,
 }
 OTHERS = SETTINGS | {"num_attention_heads": 2 * HEADS.num_heads}
-NAMES = ("state.json", "run_config.yaml", "common.pt")
+PICKLES = ("common.pt", METADATA)
+NAMES = ("state.json", "run_config.yaml", *PICKLES)
 Given = tuple[str, bytes]
-"""A file's name and content."""
+"""A file's name and content; with `.metadata` that of the shard that it points to."""
 
 
 def forms(settings: dict[str, int]) -> list[Given]:
@@ -46,10 +50,11 @@ def forms(settings: dict[str, int]) -> list[Given]:
     return [
         ("state.json", told.encode()),
         ("run_config.yaml", model.encode()),
-        *(("common.pt", data) for data in pickles),
+        *((name, data) for name in PICKLES for data in pickles),
     ]
 
 
+SHARD = "__0_0.distcp"
 WHOLE = [*forms(SETTINGS), *forms(OTHERS)]
 DAMAGED = {
     name: damaged_bytes([data for each, data in WHOLE if each == name], most=3) for name in NAMES
@@ -64,13 +69,22 @@ def archived(data: bytes) -> bytes:
     return stream.getvalue()
 
 
+def pointing(length: int) -> Metadata:
+    """Metadata of a checkpoint whose shard holds the common state and nothing else."""
+    key = f"{COMMON_STATE}shard_0_1"
+    places = {MetadataIndex(key): _StorageInfo(SHARD, 0, length)}
+    return Metadata({key: BytesStorageMetadata()}, storage_data=places)
+
+
 def call(given: Given) -> tuple[str, ...]:
     """Read a checkpoint's directory with this file alone; nothing has run and none was imported."""
     name, data = given
     path = scratch() / "heads"
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir()
-    (path / name).write_bytes(data)
+    (path / (SHARD if name == METADATA else name)).write_bytes(data)
+    if name == METADATA:
+        (path / name).write_bytes(pickle.dumps(pointing(len(data))))
     modules = set(sys.modules)
     try:
         return check_heads(path, SPEC)
@@ -98,7 +112,7 @@ def make(rng: Random) -> Given:
     name, data = rng.choice(WHOLE)
     if rng.random() < 0.9:
         data = DAMAGED[name](rng)
-    if name == "common.pt":
+    if name in PICKLES:
         if rng.random() < 0.5:
             put = b"r" + struct.pack("<I", rng.choice((3, 2**22))) + b"."
             data = rng.choice((program(rng), embedded(rng), data[:-1] + put))

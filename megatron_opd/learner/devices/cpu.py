@@ -1,11 +1,10 @@
-"""Runs Megatron-Core 0.16.1 on plain CPU tensors over gloo; with CUDA it changes nothing.
+"""Runs Megatron-Core 0.19.2 on plain CPU tensors over gloo; with CUDA it changes nothing.
 
 Megatron names CUDA in about sixty places that no configuration reaches: `device="cuda"` literals,
 `torch.cuda.current_device()`, type names such as `torch.cuda.FloatTensor` in its optimizers, CUDA
 random states, streams. Each is answered here with its CPU meaning, so that Megatron itself stays
 unmodified; the gradient norm, which a CPU adds up badly, is replaced by devices/grad_norm.py, and
 devices/alone.py leaves out collectives of one rank, of which gloo makes copies.
-`fix_megatron` repairs defects of 0.16.1 that a GPU without TransformerEngine has too.
 """
 
 from __future__ import annotations
@@ -76,10 +75,13 @@ def _patch_torch_cuda() -> None:
     cuda: Any = torch.cuda
     stream = _NoStream()
     cuda.Stream = _NoStream
-    cuda.current_stream = cuda.default_stream = lambda *args: stream
+    # One function each: torch's compiler, which Megatron may start, lists them by identity.
+    for name in ("current_stream", "default_stream"):
+        setattr(cuda, name, lambda *args: stream)
+    for name in ("synchronize", "empty_cache", "set_device"):
+        setattr(cuda, name, lambda *args: None)
     cuda.stream = lambda _: contextlib.nullcontext()
     cuda.current_device = lambda: CPU
-    cuda.synchronize = cuda.empty_cache = cuda.set_device = lambda *args: None
     cuda.manual_seed = torch.manual_seed
     cuda.get_rng_state = lambda *args: torch.get_rng_state()
 
@@ -112,21 +114,11 @@ def _patch_grad_norm() -> None:
     module.l2_norm_impl = multi_tensor_l2_norm
 
 
-def fix_megatron() -> None:
-    """Define `te_general_gemm`, which every MoE router of 0.16.1 names, where it is missing."""
-    from megatron.core.transformer.moe import moe_utils
-
-    module: Any = moe_utils
-    if not hasattr(module, "te_general_gemm"):
-        module.te_general_gemm = None
-
-
 def install() -> AbstractContextManager[Any]:
     """Prepare this process and return the context in which Megatron must run in this thread.
 
     Where CUDA is available the context does nothing and torch stays untouched.
     """
-    fix_megatron()
     if torch.cuda.is_available():
         return contextlib.nullcontext()
     give_back_freed()

@@ -9,11 +9,11 @@ So nothing of a checkpoint depends on how many optimizers Megatron chains (two w
 parallelism, one without), how it groups parameters, or where a data-parallel rank's share of them
 ends.
 
-Of megatron-core 0.16.1's own formats, fully_reshardable gathers all of it on one rank,
-dp_reshardable follows the buckets of one layout, and fully_sharded_model_space needs
-ShardedTensor.flattened_range, which that version refuses. With torch's Adam (no TransformerEngine,
-no apex) its `state_dict` reads the step of a state that is still empty, and its `load_state_dict`
-gives all parameters one shared step tensor, which then counts every parameter's step.
+Of Megatron-Core's own formats, fully_reshardable gathers all of it on one rank, dp_reshardable
+follows the buckets of one layout, and fully_sharded_model_space is deprecated. With torch's Adam
+(no TransformerEngine, no apex) its `state_dict` reads the step of a state that is still empty, and
+its `load_state_dict` gives all parameters one shared step tensor, which then counts every
+parameter's step.
 """
 
 from __future__ import annotations

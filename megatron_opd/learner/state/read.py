@@ -10,10 +10,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factory_merges
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreLoadPlanner,
     TorchDistLoadShardedStrategy,
@@ -23,7 +22,12 @@ from megatron.core.dist_checkpointing.strategies.torch import (
     _unwrap_pyt_sharded_tensor,  # pyright: ignore[reportPrivateUsage]
     mcore_to_pyt_state_dict,
 )
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
+from megatron.core.dist_checkpointing.validation import (
+    StrictHandling,
+    determine_global_metadata,
+    validate_integrity_and_strict_load,
+)
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_shards
@@ -37,21 +41,22 @@ def read_shards(path: Path, wanted: dict[str, Any]) -> dict[str, Any]:
     Data of sharded tensors is overwritten in place. What is stored and what all ranks want must be
     the same. ValueError: `.metadata` is refused; Megatron's and torch's own errors otherwise.
     """
-    loaded: Any = dist_checkpointing.load(
-        wanted,
-        str(path),
-        sharded_strategy=_ShardReader(path),
-        common_strategy=_NoCommonState(),
-        strict=StrictHandling.RAISE_ALL,
+    # dist_checkpointing.load without its common state, which 0.19 reads unrestricted and always.
+    reader = _ShardReader(path)
+    shards, found, factories = load_preprocess(wanted)
+    shards, _ = extract_sharded_base(shards)
+    stored = {
+        key: entry
+        for key, entry in reader.load_sharded_metadata(path).items()
+        if entry.key != "common_state"
+    }
+    local, everywhere = determine_global_metadata(shards)
+    shards, _, _ = validate_integrity_and_strict_load(
+        shards, StrictHandling.RAISE_ALL, True, local, everywhere, stored
     )
+    merge(found, reader.load(shards, path))
+    loaded: Any = apply_factory_merges(found, factories)  # type: ignore[arg-type]
     return loaded
-
-
-class _NoCommonState(TorchCommonLoadStrategy):
-    """Stands in for common.pt, as all that is loaded is sharded."""
-
-    def load_common(self, checkpoint_dir: Any) -> dict[str, Any]:
-        return {}
 
 
 class _Files(FileSystemReader):

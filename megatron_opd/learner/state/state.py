@@ -1,6 +1,6 @@
 """Saves a learner's whole state as a Megatron distributed checkpoint; loads it at any layout.
 
-    .metadata  __RANK_N.distcp  common.pt  metadata.json     torch_dist: weights and optimizer
+    .metadata  __RANK_N.distcp  metadata.json                torch_dist: weights and optimizer
     state.json  rng-RANK.safetensors  sums-RANK.json         ours
 
 Invariant: at the layout that saved it, the next updates of a learner that loaded a checkpoint are
@@ -100,7 +100,7 @@ class LearnerState:
                 )
             except SaveFailed:
                 raise
-            except (RuntimeError, OSError) as error:  # raised by Megatron's common.pt
+            except (RuntimeError, OSError) as error:  # raised by Megatron's own files
                 raise SaveFailed(explained(error, path)) from error
 
     def wait(self) -> None:
@@ -159,7 +159,7 @@ class LearnerState:
         rank = self._world.rank
         mine = [file.name for file in path.glob(f"__{rank}_*")] + [_rng_name(rank)]
         if rank == 0:
-            mine += [STATE, ".metadata", "common.pt"]
+            mine += [STATE, ".metadata"]
         state_files.write_sums(path, rank, mine)
 
     def _check_claim(self) -> None:

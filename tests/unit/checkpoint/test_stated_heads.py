@@ -1,5 +1,6 @@
 """A Megatron checkpoint is not cut by another number of heads than it was trained with."""
 
+import io
 import json
 import os
 import pickle
@@ -20,9 +21,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.transformer.enums import AttnBackend
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 
 from megatron_opd.checkpoint.convert import source_of
 from megatron_opd.checkpoint.crew import Crew
+from megatron_opd.checkpoint.restricted_metadata import read_metadata
 from megatron_opd.checkpoint.stated_heads import check_heads, heads_of
 from megatron_opd.checkpoint.to_hf import megatron_to_hf
 from megatron_opd.checkpoint.to_megatron import hf_to_megatron
@@ -34,12 +38,31 @@ from tests.support.models import tiny_qwen2
 HEADS = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16, "hidden_size": 64}
 
 
-def common(path: Path, **settings: Any) -> None:
-    """As Megatron-LM writes it, as far as it is not a model's."""
+def state(**settings: Any) -> dict[str, Any]:
+    """What Megatron-LM keeps beside a model's tensors."""
     others = {"params_dtype": torch.bfloat16, "attention_backend": AttnBackend.auto, "rope": None}
     arguments = Namespace(**(others | settings))
     found = {"args": arguments, "checkpoint_version": 3.0, "iteration": 5, "rng": torch.ones(3)}
-    torch.save(found | {"sorted": OrderedDict(a=torch.Size([3]))}, path / "common.pt")
+    return found | {"sorted": OrderedDict(a=torch.Size([3]))}
+
+
+def common(path: Path, **settings: Any) -> None:
+    """As Megatron-LM wrote it before Megatron-Core 0.19."""
+    torch.save(state(**settings), path / "common.pt")
+
+
+def shards(path: Path, **settings: Any) -> None:
+    """As it has written it since: one more object among the shards."""
+    (path / "common.pt").unlink(missing_ok=True)
+    stream, file, key = io.BytesIO(), "__9_0.distcp", "common_state/shard_0_1"
+    torch.save([state(**settings)], stream)
+    (path / file).write_bytes(b"others" + stream.getvalue() + b"others")
+    whole = (path / ".metadata").exists()
+    found = read_metadata(path) if whole else Metadata({}, storage_data={})
+    found.state_dict_metadata[key] = BytesStorageMetadata()
+    length = len(stream.getvalue())
+    found.storage_data[MetadataIndex(key)] = _StorageInfo(file, len(b"others"), length)
+    (path / ".metadata").write_bytes(pickle.dumps(found))
 
 
 def bridge(path: Path, **settings: Any) -> None:
@@ -54,7 +77,12 @@ def learner(path: Path, **settings: Any) -> None:
     (path / "state.json").write_text(json.dumps({"format": 2, "heads": heads}))
 
 
-WRITERS = {"common.pt": common, "run_config.yaml": bridge, "state.json": learner}
+WRITERS = {
+    ".metadata": shards,
+    "common.pt": common,
+    "run_config.yaml": bridge,
+    "state.json": learner,
+}
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +148,7 @@ def test_where_nothing_tells_one_line_says_so(
         (common, HEADS | {"kv_channels": None}),
         (bridge, HEADS | {"kv_channels": None}),
         (common, HEADS | {"group_query_attention": True}),
+        (shards, HEADS | {"kv_channels": None}),
     ],
 )
 def test_what_follows_from_other_settings(
@@ -180,6 +209,7 @@ def test_a_pickle_takes_no_more_memory_than_it_holds(put: bytes, models: Path, t
 @pytest.mark.parametrize(
     ("name", "content"),
     [
+        (".metadata", b"PK"),
         ("common.pt", b"PK"),
         ("state.json", b"[1]"),
         ("state.json", b'{"heads": {"num_heads": 4}}'),

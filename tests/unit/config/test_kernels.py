@@ -9,6 +9,7 @@ from megatron_opd.cli.tables import check
 from megatron_opd.config import kernels
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.errors import UserError
 
 TE, FUSED, APEX = "transformer_engine", "fused_weight_gradient_mlp_cuda", "amp_C"
 
@@ -33,6 +34,18 @@ def test_what_is_chosen_and_why(installed, cuda, monkeypatch):
     how = "how to build either: docs/install.md"
     assert (how in told["optimizer here"]) == (best == "torch")
     assert (how in told["weight gradients here"]) != chosen.fused_gradients
+
+
+@pytest.mark.parametrize(("found", "fits"), [("2.14.0", False), ("2.14.1", True), ("2.20", True)])
+def test_a_transformer_engine_too_old_for_megatron_is_refused(found, fits, monkeypatch):
+    monkeypatch.setattr(kernels, "find_spec", lambda name: name if name == TE else None)
+    monkeypatch.setattr(kernels, "version", lambda name: found)
+    if fits:
+        assert choose_kernels(True).engine
+        return
+    with pytest.raises(UserError, match=r"must be 2\.14\.1 or newer, got 2\.14\.0: .* install"):
+        choose_kernels(True)
+    assert not choose_kernels(False).engine, "which does not use it"
 
 
 def test_an_apex_without_its_extensions_is_named(monkeypatch):

@@ -20,7 +20,7 @@ PLAIN = {
 
 
 def of_megatron(both: torch.Tensor) -> torch.Tensor:
-    """What MLP.forward of Megatron-Core 0.16.1 computes without bias and clamp."""
+    """What MLP.forward of Megatron-Core 0.19.2 computes without bias and clamp."""
     gate, up = torch.chunk(both, 2, dim=-1)
     return F.silu(gate) * (up + 0.0)
 

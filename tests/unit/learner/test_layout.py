@@ -24,7 +24,9 @@ def samples(sizes: list[tuple[int, int]]) -> tuple[list[np.ndarray], list[np.nda
 
 
 def settings_of(**fields: Any) -> Any:
-    return SimpleNamespace(**({"fp8": None, "fp4": None} | fields))
+    return SimpleNamespace(
+        **({"fp8": None, "fp4": None, "use_transformer_engine_op_fuser": False} | fields)
+    )
 
 
 @pytest.mark.parametrize(

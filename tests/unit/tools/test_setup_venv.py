@@ -62,8 +62,8 @@ def uv_of(python: Path, sources: Sources) -> list[str]:
     return [*uv, *sources.uv_options()]
 
 
-def installed(python: Path, what: str = "version") -> str:
-    code = f"from importlib.metadata import distribution as d; print(d('torch').{what})"
+def installed(python: Path, what: str = "version", package: str = "torch") -> str:
+    code = f"from importlib.metadata import distribution as d; print(d('{package}').{what})"
     return subprocess.run(
         [python, "-c", code], check=True, capture_output=True, text=True
     ).stdout.strip()
@@ -197,6 +197,20 @@ def test_what_was_installed_but_does_not_run_is_told_in_one_line(tmp_path: Path)
     assert not (machine.venv / setup_venv.STAMP).exists()
 
 
+def test_where_python_is_older_than_megatron_asks_for_its_source_is_built(tmp_path: Path):
+    """Without a compiler, which would take seconds for an extension that nothing here uses."""
+    machine, name = Machine(tmp_path), setup_venv.MEGATRON
+    write_torch(machine.links, f"{VERSION}+cpu", cuda=None)
+    older = sys.version_info[:2] < setup_venv.MEGATRON_PYTHON
+    checked = "import os; assert os.environ['CXX'] == 'false'" if older else ""
+    write_sdist(machine.index / name, name, "0.19.2", checked, python=">=3.12")
+    write_wheel(machine.index / name, name, "0.19.2", "cp312-cp312-linux_x86_64")
+    machine.lock.write_text(f"{machine.lock.read_text()}{name}==0.19.2\n")
+    found = machine.setup(CXX="g++")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert installed(machine.venv / "bin" / "python", package=name) == "0.19.2"
+
+
 # As TransformerEngine lies: its wheel is Python alone, and loads what the source package compiles
 # into the wheel's own folder, under no module name of its own.
 ENGINE = {
@@ -288,25 +302,26 @@ def test_a_python_newer_than_tested_is_told_in_one_line(
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").touch()
     with_python(monkeypatch, (3, 14))
-    create(tmp_path)
+    create(tmp_path, (3, 11))
     assert capsys.readouterr().out == (
-        "setup: Python 3.14 is newer than the tested 3.11; if a package has no build for it, run "
-        "make setup PYTHON=python3.11\n"
+        "setup: Python 3.14 is newer than the tested 3.11; if a package has no build for it, add "
+        "PYTHON=python3.11 to make\n"
     )
 
 
+@pytest.mark.parametrize(("lock", "wanted"), [("cpu", "3.11"), ("gpu", "3.12")])
 def test_a_python_too_old_is_told_in_one_line_unless_uv_brings_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    lock: str, wanted: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    with_python(monkeypatch, (3, 9))
+    oldest = setup_venv.MACHINES[lock].python
+    with_python(monkeypatch, (oldest[0], oldest[1] - 1))
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(
-        SetupError, match=r"^setup: Python 3.11 or newer is needed, this is 3.9; .*$"
-    ):
-        create(tmp_path / "venv")
+    needed = rf"^setup: Python {wanted} or newer is needed, this is 3\.1[01]; install it and add"
+    with pytest.raises(SetupError, match=needed):
+        create(tmp_path / "venv", oldest)
     uv = tmp_path / "uv"
     uv.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n')
     uv.chmod(0o755)
-    create(tmp_path / "venv")
+    create(tmp_path / "venv", oldest)
     asked = (tmp_path / "asked").read_text().split()
-    assert asked == ["venv", "--seed", "--python", "3.11", str(tmp_path / "venv")]
+    assert asked == ["venv", "--seed", "--python", wanted, str(tmp_path / "venv")]
