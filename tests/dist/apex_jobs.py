@@ -32,8 +32,10 @@ class FusedAdam(torch.optim.Optimizer):
         eps: float,
         adam_w_mode: bool,
         weight_decay: float,
+        capturable: bool,
     ) -> None:
         assert adam_w_mode
+        assert not capturable, "that is for CUDA graphs"
         BUILT.append({"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         given = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, given)
