@@ -2,7 +2,7 @@
 # demo       the main job: a student learns from a teacher through the real engines on this machine
 # demo-real  a pretrained model of 135 M parameters loses layers and is distilled (92 MB)
 # test       the whole suite         check  lint and types         bench  short benchmarks, JSON
-# test-fast  the files of tests/unit that take 10 s at most: most tests, no engines
+# test-fast  the quick files of tests/unit: most tests, no engines
 # setup-gpu  make .venv-gpu for a node with NVIDIA GPUs, from requirements/gpu.lock
 # gpu-check  what works on this machine's GPU and how fast; GPU_OUT holds the record
 #            gpu-check-dry: the same code at a tiny size on the CPU

@@ -1,7 +1,7 @@
 """The kinds of test files, how many seconds each takes, and which of them a fast run has.
 
-tests/seconds.json is the table of seconds, written by `--seconds tests/seconds.json`. A file that
-is not in it takes less than KEPT_S, or is new.
+tests/seconds.json is the table of seconds and tests, written by `--seconds tests/seconds.json`. A
+file that is not in it takes less than KEPT_S, or is new.
 """
 
 import json
@@ -14,8 +14,10 @@ from tests.support.paths import ROOT
 
 TABLE = ROOT / "tests" / "seconds.json"
 KEPT_S = 1.0
-FAST_S = 10.0
-"""The longest that a file of a fast run may take."""
+FAST_S, FAST_RATE = 10.0, 3.0
+"""The longest that a file of a fast run may take, and the fewest tests a second."""
+Table = dict[str, list[float]]
+"""By file its seconds and its number of tests."""
 # The longest first: a worker for SERVERS, the other for dist; short files even out the end.
 # RAY: a Ray cluster finds others on its machine, and uses the same ports.
 SERVERS, RAY = "servers", "ray"
@@ -43,13 +45,14 @@ def rank_of(path: str) -> int:
     return ORDER.index(kind) if kind in ORDER else len(ORDER)
 
 
-def is_fast(path: str, table: dict[str, float]) -> bool:
-    """Whether a fast run has the file: one of tests/unit without Ray that takes FAST_S at most."""
-    return kind_of(path) == "unit" and table.get(path, 0.0) <= FAST_S
+def is_fast(path: str, table: Table) -> bool:
+    """Whether a fast run has the file: one of tests/unit without Ray, quick for what it tests."""
+    seconds, tests = table.get(path, (0.0, 0))
+    return kind_of(path) == "unit" and seconds <= FAST_S and tests >= FAST_RATE * seconds
 
 
-def read_table(path: Path = TABLE) -> dict[str, float]:
-    """Seconds by test file; empty if there is no table."""
+def read_table(path: Path = TABLE) -> Table:
+    """Seconds and tests by test file; empty if there is no table."""
     return json.loads(path.read_text()) if path.exists() else {}
 
 
@@ -61,16 +64,18 @@ class Seconds:
 
     def __init__(self, table: Path) -> None:
         self.table = table
-        self.by_file: defaultdict[str, float] = defaultdict(float)
+        self.by_file: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0])
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        self.by_file[report.nodeid.partition("::")[0]] += report.duration
+        measured = self.by_file[report.nodeid.partition("::")[0]]
+        measured[0] += report.duration
+        measured[1] += report.when == "call"
 
     def pytest_sessionfinish(self) -> None:
-        seconds = read_table(self.table) | self.by_file
-        kept = {
-            name: round(seconds[name], 1)
-            for name in sorted(seconds)
-            if seconds[name] >= KEPT_S and (ROOT / name).exists()
-        }
-        self.table.write_text(json.dumps(kept, indent=0) + "\n")
+        found = read_table(self.table) | self.by_file
+        lines = [
+            f'"{name}": [{seconds:.1f}, {tests}]'
+            for name, (seconds, tests) in sorted(found.items())
+            if seconds >= KEPT_S and (ROOT / name).exists()
+        ]
+        self.table.write_text("{\n" + ",\n".join(lines) + "\n}\n")

@@ -134,7 +134,8 @@ def test_versions_and_samples_outlive_the_learners_process_and_the_sites(
         samples.append(learner.sample())
         assert [sample.rollout.oldest_version for sample in samples] == [1, 2]
         assert world.weights.pulls is not None
-        assert not world.weights.pulls.refused
+        late = {"piece_not_asked_for"}  # which the process before had asked for
+        assert world.weights.pulls.refused.keys() <= late
         await learner.send("far", Farewell(None))
         assert await serving is None
         await learner.close()
