@@ -20,7 +20,7 @@ import torch
 from megatron_opd.checkpoint.crew import Crew
 from megatron_opd.checkpoint.digest import entry_of
 from megatron_opd.checkpoint.part_dir import PartDir
-from megatron_opd.models.families import Key
+from megatron_opd.models.families.keys import Key
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import hf_shapes
 

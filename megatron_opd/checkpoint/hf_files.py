@@ -15,7 +15,7 @@ from typing import Any
 
 from megatron_opd.config.unique_keys import unique_keys
 from megatron_opd.config.wording import line, shown
-from megatron_opd.models.families import in_memory
+from megatron_opd.models.families.in_memory import in_memory
 from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import expected_tensors

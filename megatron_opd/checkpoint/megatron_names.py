@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from megatron_opd.models.families import Key, row_of
+from megatron_opd.models.families.keys import Key, row_of
 from megatron_opd.models.spec import ModelSpec
 
 # What the loader must ask Megatron for: `sharded_state_dict(metadata=CONTENT)`. Megatron's own

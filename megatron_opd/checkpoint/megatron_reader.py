@@ -20,7 +20,7 @@ from megatron_opd.checkpoint.digest import entry_of
 from megatron_opd.checkpoint.megatron_names import ParameterPlace, places, written_keys
 from megatron_opd.checkpoint.restricted_metadata import METADATA, read_metadata
 from megatron_opd.checkpoint.stated_heads import check_heads
-from megatron_opd.models.families import Key, row_of
+from megatron_opd.models.families.keys import Key, row_of
 from megatron_opd.models.file_kinds import around_megatron
 from megatron_opd.models.shards import join
 from megatron_opd.models.spec import ModelSpec

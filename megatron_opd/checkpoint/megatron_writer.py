@@ -40,7 +40,7 @@ from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.checkpoint.megatron_names import CONTENT, state_keys, written_keys
 from megatron_opd.checkpoint.megatron_reader import DESCRIPTION
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.models.families import Key, row_of
+from megatron_opd.models.families.keys import Key, row_of
 from megatron_opd.models.shards import fuse
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import hf_shapes

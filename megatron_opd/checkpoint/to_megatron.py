@@ -26,7 +26,7 @@ from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.checkpoint.megatron_writer import Target, finish, write_unit
 from megatron_opd.checkpoint.part_dir import PartDir
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.models.families import Key, row_of
+from megatron_opd.models.families.keys import Key, row_of
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.models.tensors import hf_shapes, model_keys
 

@@ -8,7 +8,8 @@ from typing import Any
 
 from megatron_opd.config.wording import shown
 from megatron_opd.errors import UserError
-from megatron_opd.models.families import FAMILIES, MIXTRAL
+from megatron_opd.models.families.mixtral import MIXTRAL
+from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.file_kinds import ADAPTER, adapter_line, pointer_in, pointer_line
 from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
 

@@ -20,7 +20,7 @@ from megatron_opd.checkpoint.hf_files import (
     unread_tensors,
 )
 from megatron_opd.errors import UserError
-from megatron_opd.models.families import in_memory
+from megatron_opd.models.families.in_memory import in_memory
 from megatron_opd.models.file_kinds import other_kind
 from megatron_opd.models.spec import ModelSpec, read_config
 from megatron_opd.models.tensors import expected_tensors

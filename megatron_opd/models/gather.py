@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron_opd.models.families import Key, hf_names, row_of
+from megatron_opd.models.families.keys import Key, hf_names, row_of
 from megatron_opd.models.ranks import RankPlacement, all_gather_json
 from megatron_opd.models.shards import Chunks, Shard, join, local_shards
 from megatron_opd.models.spec import ModelSpec

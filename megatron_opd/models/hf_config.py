@@ -9,32 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_opd.config.wording import shown
-from megatron_opd.models.families import LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, Family
-
-# Sizes of the whole model are never assumed: hidden_size, intermediate_size, vocab_size and the
-# numbers of layers and heads must be written.
-_COMMON: dict[str, Any] = {
-    "hidden_act": "silu",
-    "initializer_range": 0.02,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-_QWEN = _COMMON | {"max_position_embeddings": 32768, "use_sliding_window": False}
-DEFAULTS: dict[str, dict[str, Any]] = {
-    LLAMA.name: _COMMON | {"max_position_embeddings": 2048, "num_key_value_heads": None},
-    MIXTRAL.name: _COMMON
-    | {"max_position_embeddings": 131072, "num_key_value_heads": 8, "rms_norm_eps": 1e-5}
-    | {"num_experts_per_tok": 2, "num_local_experts": 8},
-    QWEN2.name: _QWEN | {"num_key_value_heads": 32},
-    QWEN3.name: _QWEN | {"num_key_value_heads": 32, "head_dim": 128},
-    QWEN3_MOE.name: _QWEN
-    | {"num_key_value_heads": 4, "num_experts_per_tok": 8, "num_experts": 128}
-    | {"moe_intermediate_size": 768, "norm_topk_prob": False, "decoder_sparse_step": 1},
-}
-"""What transformers takes for a key that is absent. null is another matter: where it is no value of
-the key, transformers refuses the file."""
-THETA = {MIXTRAL.name: 1e6}
-"""rope_theta where nothing names it, if it is not 10000."""
+from megatron_opd.models.families.family import Family
 
 # Keys that one of learner, transformers and SGLang acts on and another ignores, and the values at
 # which they agree.
@@ -68,12 +43,13 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
 
     ValueError: it holds what learner and servers would read differently.
     """
-    full = DEFAULTS[family.name] | config
-    for key, allowed in ONE_SIDED.items():
+    full = {**family.defaults, **config}
+    for key, agreed in ONE_SIDED.items():
+        allowed = agreed + family.allowed.get(key, ())
         if key in full and full[key] not in allowed:
             raise ValueError(f"{key} must be {allowed[0]!r}, got {shown(full[key])}")
     # Qwen's carry a window that use_sliding_window switches off; the others have no such switch
-    switched = "use_sliding_window" in DEFAULTS[family.name]
+    switched = "use_sliding_window" in family.defaults
     if not switched and full.get("sliding_window") is not None:
         raise ValueError(f"sliding_window must be null, got {shown(full['sliding_window'])}")
     layers = full.get("layer_types") or []
@@ -84,7 +60,7 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
         full["num_key_value_heads"] = full["num_attention_heads"]
     if family.moe:
         # transformers' attribute_map: whichever is not the class's own field is set last
-        own = "num_experts" if "num_experts" in DEFAULTS[family.name] else "num_local_experts"
+        own = "num_experts" if "num_experts" in family.defaults else "num_local_experts"
         other = "num_local_experts" if own == "num_experts" else "num_experts"
         if full[own] is None:
             raise ValueError(f"{own} must be an integer, got None")
@@ -102,7 +78,7 @@ def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
         if config.get(key) and not isinstance(config[key], dict):
             raise ValueError(f"{key} must be a mapping, got {shown(config[key])}")
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
-    rope.setdefault("rope_theta", config.get("rope_theta", THETA.get(family.name, 1e4)))
+    rope.setdefault("rope_theta", config.get("rope_theta", family.theta))
     rope.setdefault("rope_type", rope.get("type", "default"))
     if rope["rope_type"] not in ROPE_TYPES:
         raise ValueError(

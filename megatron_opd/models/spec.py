@@ -9,9 +9,10 @@ from typing import Any, Literal
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.wording import shown
-from megatron_opd.models.families import LLAMA, QWEN3_MOE, Family, family_of
+from megatron_opd.models.families.family import Family
+from megatron_opd.models.families.table import family_of
 from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
-from megatron_opd.models.hf_config import DEFAULTS, complete, rope_parameters
+from megatron_opd.models.hf_config import complete, rope_parameters
 
 MAX_COUNT = 2**31 - 1
 # Each layer and each expert of it is listed by name.
@@ -152,6 +153,7 @@ def read_model_spec(model: Path) -> ModelSpec:
 def _spec(raw: dict[str, Any]) -> ModelSpec:
     family = family_of(str(raw["model_type"]))
     config = complete(raw, family)
+    family = family.of(config)
     layers = _count(config, "num_hidden_layers", most=MAX_LAYERS)
     heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
     kv_heads = _count(config, "num_key_value_heads")
@@ -159,13 +161,13 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         raise ValueError(
             f"num_key_value_heads must divide num_attention_heads, got {kv_heads} and {heads}"
         )
-    if family == LLAMA and hidden % heads:
+    if family.heads_fill_hidden and hidden % heads:
         raise ValueError(
             f"num_attention_heads must divide hidden_size, got {heads} and {hidden}: transformers "
             "refuses the file"
         )
     # a class with a default of its own has no null
-    given = config.get("head_dim") is not None or "head_dim" in DEFAULTS[family.name]
+    given = config.get("head_dim") is not None or "head_dim" in family.defaults
     head_dim = _count(config, "head_dim") if given else hidden // heads
     if head_dim < 2 or head_dim % 2:  # rotary positions turn pairs of features
         raise ValueError(f"head_dim must be an even number >= 2, got {head_dim}")
@@ -195,8 +197,8 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
     chosen = _count(config, "num_experts_per_tok", most=MAX_EXPERTS)
     dense: Any = []
     step = 1
-    if family == QWEN3_MOE:  # Mixtral has no such keys
-        dense = config.get("mlp_only_layers") or []
+    if "mlp_only_layers" in family.defaults:
+        dense = config["mlp_only_layers"] or []
         step = _count(config, "decoder_sparse_step")
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise ValueError(f"mlp_only_layers must be a list of integers, got {shown(dense)}")

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from megatron_opd.models.families import hf_names, row_of
+from megatron_opd.models.families.keys import hf_names, row_of
 from megatron_opd.models.gather import Entry, FullTensors
 from megatron_opd.weight_sync.rounding import rounded
 from sglang_bridge.weights import quantise

@@ -6,7 +6,7 @@ import random
 from dataclasses import dataclass, replace
 
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.models.families import FAMILIES
+from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.plan import ServerLayout, SyncSettings
 from tests.support.published import spec_of

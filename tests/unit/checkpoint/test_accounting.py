@@ -22,7 +22,7 @@ from megatron_opd.checkpoint.to_hf import megatron_to_hf
 from megatron_opd.checkpoint.to_megatron import hf_to_megatron
 from megatron_opd.cli.main import main
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.models.families import Key
+from megatron_opd.models.families.keys import Key
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import model_keys
 from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen2, tiny_qwen3

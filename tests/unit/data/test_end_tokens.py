@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.data.end_tokens import ATTACHED, Ending, name_end_tokens, read_end_tokens
-from megatron_opd.models.families import FAMILIES
+from megatron_opd.models.families.table import FAMILIES
 from sglang_bridge.server.entry import offer_standins
 from tests.support.end_tables import ABSENT, PUBLISHED, Published
 

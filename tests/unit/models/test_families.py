@@ -2,17 +2,10 @@
 
 import pytest
 
-from megatron_opd.models.families import (
-    QWEN3,
-    QWEN3_MOE,
-    InMemory,
-    Key,
-    family_of,
-    hf_names,
-    in_memory,
-    locate,
-    row_of,
-)
+from megatron_opd.models.families.in_memory import InMemory, in_memory
+from megatron_opd.models.families.keys import Key, hf_names, locate, row_of
+from megatron_opd.models.families.qwen import QWEN3, QWEN3_MOE
+from megatron_opd.models.families.table import family_of
 
 
 @pytest.mark.parametrize(

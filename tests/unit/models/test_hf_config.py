@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from megatron_opd.models.families import FAMILIES, QWEN3_MOE
+from megatron_opd.models.families.qwen import QWEN3_MOE
+from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 
 SIZES: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from megatron_opd.checkpoint.hf_files import check_tensors, find, stored_tensors
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.learner.attention import rotary_frequencies
-from megatron_opd.models.families import FAMILIES
+from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.spec import Rope, read_model_spec
 from megatron_opd.models.tensors import expected_tensors
 from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe

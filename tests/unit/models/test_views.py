@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_opd.models.families import hf_names, row_of
+from megatron_opd.models.families.keys import hf_names, row_of
 from megatron_opd.models.shards import Shard, cut, fuse
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.models.tensors import model_keys, row_shapes

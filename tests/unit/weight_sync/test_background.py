@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_opd.models.families import Key
+from megatron_opd.models.families.keys import Key
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.shards import Shard
 from megatron_opd.weight_sync.background import Background

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.models.families import FAMILIES
+from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.holdings import Held, learner_holdings, server_holdings
 from megatron_opd.weight_sync.reshard import (

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from megatron_opd.models.families import FAMILIES, Family, Key, hf_names
+from megatron_opd.models.families.family import Family
+from megatron_opd.models.families.keys import Key, hf_names
+from megatron_opd.models.families.table import FAMILIES
 from sglang_bridge.server import pieces
 
 OWNER = {

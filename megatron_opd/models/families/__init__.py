@@ -1,0 +1,1 @@
+"""What each model family is: its parameters by name, and what its config.json leaves unsaid."""

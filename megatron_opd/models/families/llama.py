@@ -1,0 +1,15 @@
+"""Llama 2 and 3, and what is built as they are."""
+
+from __future__ import annotations
+
+from megatron_opd.models.families.family import COMMON, Family
+from megatron_opd.models.families.rows import ATTENTION, DENSE_MLP, POST_NORM
+
+LLAMA = Family(
+    "llama",
+    "LlamaForCausalLM",
+    (*ATTENTION, POST_NORM, *DENSE_MLP),
+    end_token=2,
+    heads_fill_hidden=True,
+    defaults={**COMMON, "max_position_embeddings": 2048, "num_key_value_heads": None},
+)

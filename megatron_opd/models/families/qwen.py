@@ -1,0 +1,48 @@
+"""Qwen 2, 2.5 and 3, dense and with experts."""
+
+from __future__ import annotations
+
+from megatron_opd.models.families.family import COMMON, Family
+from megatron_opd.models.families.rows import (
+    ATTENTION,
+    DENSE_MLP,
+    POST_NORM,
+    QK_NORM,
+    QKV_BIAS,
+    expert_rows,
+)
+
+_EXPERTS = expert_rows("mlp.gate", "mlp.experts.{e}", "gate_proj", "up_proj", "down_proj")
+_QWEN = {**COMMON, "max_position_embeddings": 32768, "use_sliding_window": False}
+
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    (*ATTENTION, QKV_BIAS, POST_NORM, *DENSE_MLP),
+    qkv_bias=True,
+    defaults={**_QWEN, "num_key_value_heads": 32},
+)
+QWEN3 = Family(
+    "qwen3",
+    "Qwen3ForCausalLM",
+    (*ATTENTION, *QK_NORM, POST_NORM, *DENSE_MLP),
+    qk_norm=True,
+    defaults={**_QWEN, "num_key_value_heads": 32, "head_dim": 128},
+)
+QWEN3_MOE = Family(
+    "qwen3_moe",
+    "Qwen3MoeForCausalLM",
+    (*ATTENTION, *QK_NORM, POST_NORM, *_EXPERTS, *DENSE_MLP),
+    qk_norm=True,
+    moe=True,
+    defaults={
+        **_QWEN,
+        "num_key_value_heads": 4,
+        "num_experts_per_tok": 8,
+        "num_experts": 128,
+        "moe_intermediate_size": 768,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
+)
