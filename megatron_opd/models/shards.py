@@ -12,8 +12,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
+from megatron_opd.models.families.family import Row
 from megatron_opd.models.families.keys import Key, hf_names, locate, row_of
-from megatron_opd.models.families.rows import Row
 from megatron_opd.models.ranks import RankPlacement
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import qkv_parts, row_shapes

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron_opd.models.families.family import Row
 from megatron_opd.models.families.keys import Key, hf_names, row_of
-from megatron_opd.models.families.rows import Row
 from megatron_opd.models.spec import ModelSpec
 
 Shape = tuple[int, ...]

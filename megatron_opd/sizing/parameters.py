@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.models.families.rows import Row
+from megatron_opd.models.families.family import Row
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import layer_rows, row_shapes
 

@@ -13,8 +13,8 @@ from itertools import groupby
 from typing import Any
 
 from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.models.families.family import Row
 from megatron_opd.models.families.keys import Key, hf_names, row_of
-from megatron_opd.models.families.rows import Row
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import Shape, model_keys, qkv_parts, row_shapes
 from megatron_opd.sizing.layout import dense_axes, expert_axes, groups_along, stage_layers

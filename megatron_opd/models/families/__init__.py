@@ -1,1 +1,1 @@
-"""What each model family is: its parameters by name, and what its config.json leaves unsaid."""
+"""Holds a file for each model family: its parameters and the defaults of its config.json."""

@@ -1,12 +1,102 @@
-"""Describes an architecture: its parameters, and how its config.json is read. Torch-free."""
+"""Describes what a model family is: its parameters, and how its config.json is read. Torch-free.
+
+A row names the parameter inside a layer in both spellings of Megatron-Core (local modules, and
+TransformerEngine, which fuses a norm into the linear layer after it) and the Hugging Face tensors
+it holds. Their shapes are in models/tensors.py, SGLang's own names in
+sglang_bridge/server/pieces.py, and those of what is never quantised in
+sglang_bridge/weights/formats.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from megatron_opd.models.families.rows import BIASES, TOP, Row
+Fusion = Literal["none", "qkv", "gate_up"]
+Layers = Literal["all", "dense", "moe"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Describes one kind of parameter.
+
+    mcore: its spellings, relative to the layer (or the model, for top-level rows). hf: the tensors
+    it holds, relative to the layer, in fusion order. `{e}` stands for the expert: local in `mcore`,
+    global in `hf`. dim: the dimension (of the Hugging Face tensors) that tensor parallelism splits;
+    None: replicated. fusion: `qkv` interleaves [q.. q k v] per KV group, `gate_up` stacks both.
+    vocab: dimension 0 is the vocabulary, which Megatron pads with rows of zeros. layers: which have
+    the parameter.
+    """
+
+    mcore: tuple[str, ...]
+    hf: tuple[str, ...]
+    dim: int | None = None
+    fusion: Fusion = "none"
+    expert: bool = False
+    vocab: bool = False
+    layers: Layers = "all"
+
+
+_EMBEDDING = Row(
+    ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), 0, vocab=True
+)
+_FINAL_NORM = Row(("decoder.final_layernorm.weight",), ("model.norm.weight",))
+_OUTPUT = Row(("output_layer.weight",), ("lm_head.weight",), 0, vocab=True)
+TOP = (_EMBEDDING, _FINAL_NORM, _OUTPUT)
+
+
+ATTENTION = (
+    Row(
+        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+        ("input_layernorm.weight",),
+    ),
+    Row(
+        ("self_attention.linear_qkv.weight",),
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        0,
+        "qkv",
+    ),
+    Row(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), 1),
+)
+QKV_BIAS = Row(
+    ("self_attention.linear_qkv.bias",),
+    ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
+    0,
+    "qkv",
+)
+_O_BIAS = Row(("self_attention.linear_proj.bias",), ("self_attn.o_proj.bias",))
+BIASES = (QKV_BIAS, _O_BIAS)
+QK_NORM = (
+    Row(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
+    Row(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
+)
+POST_NORM = Row(
+    ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+    ("post_attention_layernorm.weight",),
+)
+DENSE_MLP = (
+    Row(
+        ("mlp.linear_fc1.weight",),
+        ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+        0,
+        "gate_up",
+        layers="dense",
+    ),
+    Row(("mlp.linear_fc2.weight",), ("mlp.down_proj.weight",), 1, layers="dense"),
+)
+
+
+def expert_rows(router: str, expert: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """Return the rows of a mixture-of-experts layer, by their Hugging Face names."""
+    fc1 = ("mlp.experts.local_experts.{e}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{e}")
+    fc2 = ("mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{e}")
+    names = tuple(f"{expert}.{part}.weight" for part in (gate, up))
+    return (
+        Row(("mlp.router.weight",), (f"{router}.weight",), layers="moe"),
+        Row(fc1, names, 0, "gate_up", expert=True, layers="moe"),
+        Row(fc2, (f"{expert}.{down}.weight",), 1, expert=True, layers="moe"),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from megatron_opd.models.families.family import Family
-from megatron_opd.models.families.rows import Row
+from megatron_opd.models.families.family import Family, Row
 
 
 @dataclass(frozen=True, slots=True, order=True)

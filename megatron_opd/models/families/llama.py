@@ -1,9 +1,8 @@
-"""Llama 2 and 3, and what is built as they are."""
+"""Describes Llama 2 and 3."""
 
 from __future__ import annotations
 
-from megatron_opd.models.families.family import COMMON, Family
-from megatron_opd.models.families.rows import ATTENTION, DENSE_MLP, POST_NORM
+from megatron_opd.models.families.family import ATTENTION, COMMON, DENSE_MLP, POST_NORM, Family
 
 LLAMA = Family(
     "llama",

@@ -1,9 +1,8 @@
-"""Mixtral."""
+"""Describes the mixture of experts Mixtral."""
 
 from __future__ import annotations
 
-from megatron_opd.models.families.family import COMMON, Family
-from megatron_opd.models.families.rows import ATTENTION, POST_NORM, expert_rows
+from megatron_opd.models.families.family import ATTENTION, COMMON, POST_NORM, Family, expert_rows
 
 _EXPERTS = expert_rows("block_sparse_moe.gate", "block_sparse_moe.experts.{e}", "w1", "w3", "w2")
 

@@ -1,14 +1,15 @@
-"""Qwen 2, 2.5 and 3, dense and with experts."""
+"""Describes Qwen 2, 2.5 and 3, dense and with experts."""
 
 from __future__ import annotations
 
-from megatron_opd.models.families.family import COMMON, Family
-from megatron_opd.models.families.rows import (
+from megatron_opd.models.families.family import (
     ATTENTION,
+    COMMON,
     DENSE_MLP,
     POST_NORM,
     QK_NORM,
     QKV_BIAS,
+    Family,
     expert_rows,
 )
 
