@@ -89,12 +89,6 @@ class ParallelConfig(Section):
     @model_validator(mode="after")
     def _experts_fit(self) -> ParallelConfig:
         ranks = self.tp * self.cp * self.dp
-        if self.ep == 1 and self.expert_tp != self.tp:
-            raise ValueError(
-                "etp must equal tp when ep is 1: Megatron-Core 0.16 did not sum the gradients of "
-                "such experts over tensor-parallel ranks, and no test here has run it since, got "
-                f"etp={self.etp}, tp={self.tp}"
-            )
         if ranks % (self.ep * self.expert_tp):
             raise ValueError(
                 "ep * etp must divide tp * cp * dp, the ranks that hold the experts, got "

@@ -57,6 +57,7 @@ LAYOUTS = {
         {"dp": 2, "ep": 2}, {"megatron": {"moe_token_dispatcher_type": "allgather"}}
     ),
     "tp2 ep2": Layout({"tp": 2, "ep": 2}),
+    "tp2 etp1": Layout({"tp": 2, "etp": 1}),
     "cp2 ep2": Layout({"cp": 2, "ep": 2}),
     "tp2 dp2 ep2": Layout({"tp": 2, "dp": 2, "ep": 2}),
     "pp2 dp2 ep2": Layout({"pp": 2, "dp": 2, "ep": 2}),

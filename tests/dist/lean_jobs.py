@@ -188,3 +188,26 @@ def through_megatron(out: Path, *, model: Path, parallel: dict[str, int]) -> Non
         result = {name: max(rank.get(name, 0.0) for rank in found) for name in names}
         (out / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
+
+
+def locally_accumulated(out: Path, *, model: Path) -> None:
+    """By `ddp` settings, the gradients of eight micro-batches in bfloat16: relative errors."""
+    spec, exact = read_model_spec(model), dict[str, torch.Tensor]()
+    lower = {"grad_reduce_in_fp32": False}
+    pattern = {"param_name_patterns_for_fp32_local_accumulation": ["*linear_qkv*", "output_layer*"]}
+    errors: dict[str, dict[str, float]] = {}
+    with cpu.install():
+        world = init_world(LearnerConfig().parallel, 1, 1, 60.0)
+        for name, ddp in (("exact", {}), ("lower", lower), ("patterns", lower | pattern)):
+            config = LearnerConfig.model_validate({"dtype": "bfloat16", "ddp": ddp})
+            (wrapped,) = build_model(spec, world, config)
+            load_weights(wrapped, spec, world, source_of(model, spec, None))
+            wrapped.config.finalize_model_grads_func = finalize_model_grads
+            micros = [_micro(seed, spec.vocab_size) for seed in range(8)]
+            _, grads = _gradients(wrapped, micros, lean=True)
+            exact = exact or grads
+            errors[name] = {
+                key: float((grad.double() - exact[key].double()).norm() / exact[key].norm())
+                for key, grad in grads.items()
+            }
+    (out / "result.json").write_text(json.dumps(errors))

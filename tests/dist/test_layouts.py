@@ -36,7 +36,7 @@ CASES = [
     ("moe", "one rank", "recompute"),
     ("moe", "tp2 cp2", "recompute"),
     ("moe", "one rank", "balanced"),
-    *(("moe", name, "balanced") for name in ("tp2", "cp2", "pp2 vpp2", "dp2 ep2")),
+    *(("moe", name, "balanced") for name in ("tp2", "tp2 etp1", "cp2", "pp2 vpp2", "dp2 ep2")),
 ]
 
 

@@ -46,3 +46,13 @@ def test_every_gradient_of_a_megatron_model_equals_that_from_dense_logits(
     assert "embedding.word_embeddings.weight" in result
     for name, error in result.items():
         bounded("lean in Megatron, float64: loss and gradients", error, 1e-10, name)
+
+
+def test_gradients_named_by_patterns_are_summed_in_float32(models: dict[str, Path], tmp_path: Path):
+    """Megatron's param_name_patterns_for_fp32_local_accumulation, with our own LM head too."""
+    errors = run_world(lean_jobs.locally_accumulated, 1, tmp_path, model=models["untied"])
+    rounded_once = {
+        name for name, error in errors["patterns"].items() if error < 0.75 * errors["lower"][name]
+    }
+    named = {name for name in errors["lower"] if "linear_qkv.w" in name or "output_layer" in name}
+    assert rounded_once == named
