@@ -1,6 +1,7 @@
 """The pages of docs/ hold together: links, anchors, navigation, and nothing from elsewhere."""
 
 import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,12 @@ def test_names_of_a_key_that_was_renamed_are_reported():
     names.cell("a.b")
     names.cell("a.new")
     assert names.stale() == ["a.b: vrel", "a.old"]
+
+
+def test_headings_go_down_one_level_at_a_time():
+    """As the builder of the site, which stops at a warning, wants it."""
+    for page in sorted((ROOT / "docs").glob("*.md")):
+        text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        levels = [len(marks) for marks in re.findall(r"^(#+) ", text, flags=re.MULTILINE)]
+        assert levels[0] == 1, page.name
+        assert all(b <= a + 1 for a, b in pairwise(levels)), page.name
