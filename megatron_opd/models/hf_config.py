@@ -45,6 +45,8 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """
     full = {**family.defaults, **config}
     for key, agreed in ONE_SIDED.items():
+        if key == "partial_rotary_factor" and family.rotary_share is not None:
+            continue
         allowed = agreed + family.allowed.get(key, ())
         if key in full and full[key] not in allowed:
             raise ValueError(f"{key} must be {allowed[0]!r}, got {shown(full[key])}")
@@ -90,7 +92,8 @@ def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
             f"rotary settings must be of {', '.join(sorted(ROPE_KEYS))}, got {shown(min(unknown))}"
         )
     rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-    if rope.get("partial_rotary_factor", 1) != 1:
+    share = config.get("partial_rotary_factor", family.rotary_share or 1)
+    if rope.setdefault("partial_rotary_factor", share) != 1 and family.rotary_share is None:
         raise ValueError(
             "partial_rotary_factor must be 1: every feature of a head is rotated, got "
             f"{shown(rope['partial_rotary_factor'])}"

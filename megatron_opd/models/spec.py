@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,6 +28,8 @@ class Rope:
 
     linear stretches all of them; llama3 those above original_max_position / low_freq_factor
     positions, none below original_max_position / high_freq_factor, and blends in between.
+    share: the part of a head's features that turn, the first ones. interleaved: neighbours turn
+    together, not a feature of either half.
     """
 
     theta: float
@@ -36,6 +38,12 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    share: float = 1.0
+    interleaved: bool = False
+
+    def features(self, head_dim: int) -> int:
+        """Return how many of a head's features turn, as transformers counts them."""
+        return int(head_dim * self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,6 +179,13 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
     head_dim = _count(config, "head_dim") if given else hidden // heads
     if head_dim < 2 or head_dim % 2:  # rotary positions turn pairs of features
         raise ValueError(f"head_dim must be an even number >= 2, got {head_dim}")
+    rope = _rope(config, family)
+    turning = rope.features(head_dim)
+    if turning < 2 or turning % 2 or turning > head_dim:
+        raise ValueError(
+            "partial_rotary_factor must leave an even number >= 2 of a head's features that turn, "
+            f"got {rope.share} of {head_dim}"
+        )
     return ModelSpec(
         family=family,
         num_layers=layers,
@@ -181,7 +196,7 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         ffn_size=_count(config, "intermediate_size"),
         vocab_size=_count(config, "vocab_size"),
         max_position=_count(config, "max_position_embeddings"),
-        rope=_rope(config, family),
+        rope=rope,
         norm_eps=_positive(config, "rms_norm_eps", whole=False),
         tied=_flag(config, "tie_word_embeddings"),
         initializer_range=_positive(config, "initializer_range", whole=False),
@@ -217,16 +232,22 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
 def _rope(config: dict[str, Any], family: Family) -> Rope:
     rope = rope_parameters(config, family)
     kind: RopeType = rope["rope_type"]
-    theta = _positive(rope, "rope_theta")
+    share = _positive(rope, "partial_rotary_factor")
+    plain = Rope(_positive(rope, "rope_theta"), share=share, interleaved=family.interleaved)
     if kind == "default":
-        return Rope(theta)
+        return plain
+    stretched = replace(plain, type=kind, factor=_positive(rope, "factor"))
     if kind == "linear":
-        return Rope(theta, kind, _positive(rope, "factor"))
+        return stretched
     low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
     if low >= high:
         raise ValueError(f"low_freq_factor must be < high_freq_factor, got {low} and {high}")
-    original = _count(rope, "original_max_position_embeddings")
-    return Rope(theta, kind, _positive(rope, "factor"), low, high, original)
+    return replace(
+        stretched,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position=_count(rope, "original_max_position_embeddings"),
+    )
 
 
 def _count(config: dict[str, Any], key: str, most: int = MAX_COUNT) -> int:
