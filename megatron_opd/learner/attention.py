@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_opd.learner.context_parallel import packed_order, share_of, whole_sequence
 from megatron_opd.losses.host import sent
-from megatron_opd.models.spec import Rope
+from megatron_opd.models.rope import Rope, yarn_ramp
 
 # One padded call is faster than one call per segment until padding wastes this share of the work.
 MAX_PADDING_WASTE = 2.0
@@ -176,6 +176,12 @@ def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device) -> torch
         return inv_freq
     if rope.type == "linear":
         return inv_freq / rope.factor
+    if rope.type == "yarn":
+        low, high = yarn_ramp(rope, features)
+        pair = torch.arange(features // 2, dtype=torch.float32, device=device)
+        kept = 1 - ((pair - low) / (high - low)).clamp(0, 1)
+        stretched = 1.0 / (rope.factor * rope.theta**exponent)
+        return stretched * (1 - kept) + inv_freq * kept
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
     wavelength = 2 * math.pi / inv_freq

@@ -6,6 +6,7 @@ Its weights mean nothing until checkpoint.convert fills every one of them.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from shutil import which
 from typing import Any
@@ -167,6 +168,8 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "activation_func": F.silu,
         "add_bias_linear": False,
         "rotary_interleaved": spec.rope.interleaved,
+        # Cosines and sines times a factor: products of queries and keys times its square.
+        "softmax_scale": spec.rope.logit_factor / math.sqrt(spec.head_dim),
     }
 
 

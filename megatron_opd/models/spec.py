@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
+from math import isclose
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.wording import shown
@@ -13,37 +14,11 @@ from megatron_opd.models.families.family import Family
 from megatron_opd.models.families.table import family_of
 from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
 from megatron_opd.models.hf_config import complete, rope_parameters
+from megatron_opd.models.rope import Rope, RopeType, yarn_attention_factor
 
 MAX_COUNT = 2**31 - 1
 # Each layer and each expert of it is listed by name.
 MAX_LAYERS, MAX_EXPERTS = 1024, 4096
-
-
-RopeType = Literal["default", "linear", "llama3"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Describes rotary positions. theta: base of the wavelengths. factor: stretches long ones.
-
-    linear stretches all of them; llama3 those above original_max_position / low_freq_factor
-    positions, none below original_max_position / high_freq_factor, and blends in between.
-    share: the part of a head's features that turn, the first ones. interleaved: neighbours turn
-    together, not a feature of either half.
-    """
-
-    theta: float
-    type: RopeType = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-    share: float = 1.0
-    interleaved: bool = False
-
-    def features(self, head_dim: int) -> int:
-        """Return how many of a head's features turn, as transformers counts them."""
-        return int(head_dim * self.share)
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +214,8 @@ def _rope(config: dict[str, Any], family: Family) -> Rope:
     stretched = replace(plain, type=kind, factor=_positive(rope, "factor"))
     if kind == "linear":
         return stretched
+    if kind == "yarn":
+        return _yarn(stretched, rope)
     low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
     if low >= high:
         raise ValueError(f"low_freq_factor must be < high_freq_factor, got {low} and {high}")
@@ -247,6 +224,41 @@ def _rope(config: dict[str, Any], family: Family) -> Rope:
         low_freq_factor=low,
         high_freq_factor=high,
         original_max_position=_count(rope, "original_max_position_embeddings"),
+    )
+
+
+def _yarn(plain: Rope, settings: dict[str, Any]) -> Rope:
+    if plain.share != 1:
+        raise ValueError(
+            "partial_rotary_factor must be 1 with YaRN, whose attention factor the learner applies "
+            f"to whole heads, got {plain.share:g}"
+        )
+    if plain.theta <= 1 or plain.factor < 1:
+        raise ValueError(
+            "rope_theta must be > 1 and factor >= 1 with YaRN, got "
+            f"{plain.theta:g} and {plain.factor:g}"
+        )
+    settings = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attn_factor": 1} | settings
+    weights = [
+        None if settings.get(key) is None else _positive(settings, key)
+        for key in ("mscale", "mscale_all_dim")
+    ]
+    factor = yarn_attention_factor(plain.factor, *weights)
+    given = settings.get("attention_factor")
+    if given is not None and not isclose(_positive(settings, "attention_factor"), factor):
+        raise ValueError(
+            f"attention_factor must be {factor}, which follows from the other rotary settings, "
+            f"because SGLang 0.5.23 ignores it, got {shown(given)}; leave it out, or say "
+            "attn_factor, by which SGLang multiplies it"
+        )
+    return replace(
+        plain,
+        original_max_position=_count(settings, "original_max_position_embeddings"),
+        beta_fast=_positive(settings, "beta_fast"),
+        beta_slow=_positive(settings, "beta_slow"),
+        truncate=_flag(settings, "truncate"),
+        attention_factor=factor,
+        attn_factor=_positive(settings, "attn_factor"),
     )
 
 

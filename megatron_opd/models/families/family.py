@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 Fusion = Literal["none", "qkv", "gate_up"]
 Layers = Literal["all", "dense", "moe"]
+ROPE_TYPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +135,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
     theta: float = 1e4
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, compare=False)
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3")
+    rope_types: tuple[str, ...] = ROPE_TYPES
     rotary_share: float | None = None
     interleaved: bool = False
 

@@ -12,7 +12,7 @@ from transformers.models.glm4 import modeling_glm4
 from transformers.models.phi3 import modeling_phi3
 
 from megatron_opd.learner.attention import PackedRotary, Packing, rotary_frequencies
-from megatron_opd.models.spec import Rope
+from megatron_opd.models.rope import Rope
 
 LENGTHS, HEAD_DIM = (5, 3, 9), 16
 
