@@ -17,11 +17,23 @@ from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.rope import Rope
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
-from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import (
+    tiny_llama,
+    tiny_mistral,
+    tiny_mixtral,
+    tiny_olmo2,
+    tiny_olmo3,
+    tiny_qwen2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 
 MAKERS: dict[str, Callable[..., Path]] = {
     "llama": tiny_llama,
+    "mistral": tiny_mistral,
     "mixtral": tiny_mixtral,
+    "olmo2": tiny_olmo2,
+    "olmo3": tiny_olmo3,
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
     "qwen3_moe": tiny_qwen3_moe,
