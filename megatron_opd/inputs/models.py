@@ -298,6 +298,12 @@ def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
                     f"got {name}={degree} and {count} {what}"
                 )
         heads = spec.num_kv_heads
+        if spec.family.norms_all_heads and section.tp > heads:
+            raise UserError(
+                f"{key}.tp must be <= the model's key-value heads, because SGLang 0.5.23 cannot "
+                f"normalise keys over all heads where ranks share one, got tp={section.tp} and "
+                f"{heads} key-value heads"
+            )
         if max(section.tp, heads) % min(section.tp, heads):
             raise UserError(
                 f"{key}.tp must divide the model's key-value heads or be a multiple of them, "

@@ -13,16 +13,15 @@ from typing import Any
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
+from megatron.core.parallel_state import get_tensor_model_parallel_rank
 from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from megatron_opd.learner.attention import RMSNorm, local_layer, rotary_frequencies
 from megatron_opd.models.spec import ModelSpec
@@ -124,40 +123,39 @@ class NormedAdd(MegatronModule):
 class HeadsNorm(torch.nn.Module):
     """Normalises queries or keys over the features of all heads, in float32.
 
-    Each tensor-parallel rank holds its heads' weights; the sum of squares is that of all ranks.
+    Each tensor-parallel rank holds all weights and uses those of its heads: Megatron sums gradients
+    of queries' and keys' norms over the ranks, by their names.
     """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float, *, heads: int
     ) -> None:
         super().__init__()
-        self.eps, self.features = eps, heads * hidden_size
-        self.ranks = config.tensor_model_parallel_size
+        self.eps, self.heads, self.ranks = eps, heads, config.tensor_model_parallel_size
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
+        features = heads * hidden_size
         self.weight = torch.nn.Parameter(
-            torch.ones(self.features // self.ranks, dtype=config.params_dtype, device=device)
+            torch.ones(features, dtype=config.params_dtype, device=device)
         )
-        set_tensor_model_parallel_attributes(self.weight, True, 0, 1)
 
     def forward(self, x_SBhd: torch.Tensor) -> torch.Tensor:
         """Normalise the heads of this rank."""
         x = x_SBhd.flatten(-2)
         x32 = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         squares = x32.square().sum(-1, keepdim=True)
+        weight = self.weight
         if self.ranks > 1:
             # Each rank's outputs depend on every rank's squares: summed forward and backward.
             squares = copy_to_tensor_model_parallel_region(
                 reduce_from_tensor_model_parallel_region(squares)
             )
-        normed = x32 * torch.rsqrt(squares / self.features + self.eps)
-        return (self.weight * normed.to(x.dtype)).view(x_SBhd.shape)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
-    ) -> dict[str, Any]:
-        """Return the weight as Megatron's checkpoints hold it: cut along its only dimension."""
-        state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets)
+            mine, size = x_SBhd.shape[-2:]
+            # with more ranks than heads several hold the same one
+            squares = squares * (self.heads / (mine * self.ranks))
+            first = get_tensor_model_parallel_rank() * self.heads // self.ranks
+            weight = weight.narrow(0, first * size, mine * size)
+        normed = x32 * torch.rsqrt(squares / len(self.weight) + self.eps)
+        return (weight * normed.to(x.dtype)).view(x_SBhd.shape)
 
 
 def turn(model: Any, spec: ModelSpec, device: torch.device) -> None:

@@ -108,11 +108,6 @@ class ModelSpec:
                 "learner.parallel.tp must divide the model's key-value heads or be a multiple of "
                 f"them, got tp={tp} and {heads} key-value heads"
             )
-        if self.family.norms_all_heads and tp > heads:
-            raise ValueError(
-                "learner.parallel.tp must divide the model's key-value heads, whose norm is one "
-                f"over all of them, got tp={tp} and {heads} key-value heads"
-            )
         rows = (self.num_heads + 2 * heads) * self.head_dim
         if rows % tp:
             raise ValueError(

@@ -28,7 +28,7 @@ class Row:
     global in `hf`. dim: the dimension (of the Hugging Face tensors) that tensor parallelism splits;
     None: replicated. fusion: `qkv` interleaves [q.. q k v] per KV group, `gate_up` stacks both.
     vocab: dimension 0 is the vocabulary, which Megatron pads with rows of zeros. layers: which have
-    the parameter. served_whole: each rank of a server holds it whole, whatever `dim` says.
+    the parameter.
     """
 
     mcore: tuple[str, ...]
@@ -38,7 +38,6 @@ class Row:
     expert: bool = False
     vocab: bool = False
     layers: Layers = "all"
-    served_whole: bool = False
 
 
 _EMBEDDING = Row(
@@ -75,7 +74,6 @@ QK_NORM = (
     Row(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
     Row(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
 )
-HEADS_NORM = tuple(replace(row, dim=0, served_whole=True) for row in QK_NORM)
 POST_NORM = Row(
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     ("post_attention_layernorm.weight",),

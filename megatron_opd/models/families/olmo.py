@@ -10,8 +10,8 @@ from megatron_opd.models.families.family import (
     ADDED_NORMS,
     COMMON,
     DENSE_MLP,
-    HEADS_NORM,
     PROJECTIONS,
+    QK_NORM,
     ROPE_TYPES,
     Family,
 )
@@ -65,7 +65,7 @@ def _check_olmo3(config: Mapping[str, Any]) -> None:
             )
 
 
-_LAYER = (*PROJECTIONS, *HEADS_NORM, *DENSE_MLP, *ADDED_NORMS)
+_LAYER = (*PROJECTIONS, *QK_NORM, *DENSE_MLP, *ADDED_NORMS)
 _OLMO = {**COMMON, "max_position_embeddings": 2048, "num_key_value_heads": None}
 _OLMO |= {"rms_norm_eps": 1e-5}
 

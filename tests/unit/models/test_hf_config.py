@@ -172,7 +172,13 @@ def test_what_is_accepted_is_read_as_transformers_reads_it(config: dict[str, Any
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("key", [None, *sorted(VALUES)])
 def test_every_default_and_every_plain_value_is_accepted(family: str, key: str | None):
-    plain = {"model_type": family, **SIZES, **BASE.get(family, {}), "num_key_value_heads": 4, "num_experts": 8}
+    plain = {
+        "model_type": family,
+        **SIZES,
+        **BASE.get(family, {}),
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+    }
     if key is None:
         del plain["num_key_value_heads"], plain["num_experts"]
         plain["num_attention_heads"] = 32  # the default of the key-value heads
