@@ -6,6 +6,7 @@ temperature from a right one.
 """
 
 import json
+import math
 from pathlib import Path
 
 import torch
@@ -164,6 +165,8 @@ YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN_FACTOR = 0.1 * math.log(4) + 1
+"""By which YaRN multiplies cosines and sines there."""
 
 
 def tiny_mistral(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
