@@ -17,7 +17,7 @@ from megatron_opd.data.end_tokens import Ending, EndTokens, read_end_tokens
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.megatron_settings import check_megatron
-from megatron_opd.inputs.model_facts import ModelFacts, read_model
+from megatron_opd.inputs.model_facts import ModelFacts, check_window, read_model
 from megatron_opd.inputs.same_tokenizer import check_tokenizer, further_tokens
 from megatron_opd.inputs.tokenizers import has_tokenizer, load_tokenizer
 from megatron_opd.inputs.weights import check_weights, has_weights
@@ -239,6 +239,7 @@ def check_context(config: Config, models: Mapping[Role, ModelFacts]) -> None:
                 f"{key}.context_length must be <= the model's max_position_embeddings "
                 f"{facts.context_length}, got {limit}"
             )
+        check_window(f"{key}.context_length", facts.spec, limit)
         for asking, wanted in (
             ("rollout", config.rollout.max_new_tokens),
             ("evaluation", config.evaluation.max_new_tokens or 0),

@@ -214,9 +214,8 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels or 1)
-        before = config.window_size
-        if is_layer_window_attention(before, config.window_attn_skip_freq, layer_number):
-            assert before is not None
+        before, layers = config.window_size, config.window_attn_skip_freq
+        if before is not None and is_layer_window_attention(before, layers or [], layer_number):
             self.window = before[0] + 1
 
     def forward(
@@ -272,13 +271,13 @@ class PackedAttention(MegatronModule):
         place_BL: each query's position among the keys; None: its own, L equals L'.
         """
         mask = None
-        windowed = self.window is not None and self.window < k.shape[1]
-        if place_BL is not None or windowed:
+        window = self.window if self.window is not None and self.window < k.shape[1] else None
+        if place_BL is not None or window is not None:
             key_L = torch.arange(k.shape[1], device=k.device)
             last_BL = key_L[None] if place_BL is None else place_BL
             mask = key_L <= last_BL[..., None]
-            if windowed:
-                mask &= key_L > last_BL[..., None] - self.window
+            if window is not None:
+                mask &= key_L > last_BL[..., None] - window
             mask = mask[:, None]
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),

@@ -208,6 +208,12 @@ def build_model(
             "TransformerEngine or apex's fused_weight_gradient_mlp_cuda, whose kernels it uses, "
             "got true; leave it out"
         )
+    if world.kernels.engine and spec.window is not None and world.parallel.cp > 1:
+        raise ValueError(
+            "learner.parallel.cp must be 1 for a model with windows on GPUs, as no test here has "
+            f"run TransformerEngine's context parallelism with them, got {world.parallel.cp}; use "
+            "learner.parallel.tp or pp"
+        )
     ddp = ddp_config(config, cuda=cuda)
     vpp = world.parallel.vpp
     chunks = [

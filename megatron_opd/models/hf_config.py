@@ -65,6 +65,10 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
     kinds = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
     if not isinstance(layers, list) or any(each not in kinds for each in layers):
         raise ValueError(f"layer_types must name {' or '.join(kinds)} alone, got {shown(layers)}")
+    if layers and len(layers) != full["num_hidden_layers"]:
+        raise ValueError(
+            f"layer_types must name {full['num_hidden_layers']} layers, got {len(layers)}"
+        )
     # null means as many as heads, except where transformers' mixtures refuse it
     if full["num_key_value_heads"] is None and not family.moe:
         full["num_key_value_heads"] = full["num_attention_heads"]

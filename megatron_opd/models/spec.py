@@ -206,8 +206,6 @@ def _windows(config: dict[str, Any], family: Family, layers: int, rope: Rope) ->
     kinds = config.get("layer_types") or [
         "full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(layers)
     ]
-    if len(kinds) != layers:
-        raise ValueError(f"layer_types must name {layers} layers, got {len(kinds)}")
     plain = Rope(rope.theta, share=rope.share, interleaved=rope.interleaved)
     return {
         "window": window,

@@ -30,6 +30,8 @@ def test_the_architecture_is_read(moe: Path, dense: Path):
     assert not read_model_spec(dense).is_moe
 
 
+OLMO3 = {"model_type": "olmo3", "sliding_window": 64, "rope_theta": 500000}
+OLMO3 |= {"rope_parameters": "absent"}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
 
@@ -63,6 +65,16 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
         ({"dual_chunk_attention_config": {}}, "dual_chunk_attention_config must be None"),
         ({"final_logit_softcapping": 30.0}, "final_logit_softcapping must be None"),
         ({"bias": True}, "bias must be False, got True"),
+        ({"model_type": "olmo2", "sliding_window": None}, "sliding_window must be absent"),
+        ({"model_type": "olmo2", "head_dim": 32}, "head_dim must be hidden_size / num_attention"),
+        (
+            {"model_type": "olmo3", "sliding_window": 64},
+            "rope_parameters must be absent in an olmo3 model",
+        ),
+        (OLMO3 | {"rope_theta": 1e4}, "rope_theta must be 500000 in an olmo3 model"),
+        (OLMO3 | {"sliding_window": None}, "sliding_window must be an integer in an olmo3 model"),
+        (OLMO3 | {"rope_scaling": YARN}, "rope_theta must not stand in rope_scaling of an olmo3"),
+        (OLMO3 | {"layer_types": ["full_attention"]}, "layer_types must name 2 layers, got 1"),
         ({"original_max_position_embeddings": 64}, "must stand inside rope_parameters alone"),
     ],
 )
