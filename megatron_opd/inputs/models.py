@@ -299,11 +299,16 @@ def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
                     f"got {name}={degree} and {count} {what}"
                 )
         heads = spec.num_kv_heads
-        if spec.family.norms_all_heads and section.tp > heads:
+        if section.tp > heads and not spec.family.shares_heads:
             raise UserError(
                 f"{key}.tp must be <= the model's key-value heads, because SGLang 0.5.23 cannot "
-                f"normalise keys over all heads where ranks share one, got tp={section.tp} and "
+                f"share one among ranks in a {spec.family.name} model, got tp={section.tp} and "
                 f"{heads} key-value heads"
+            )
+        if section.quantization is not None and spec.family.own_modules:
+            raise UserError(
+                f"{key}.quantization must be null in a {spec.family.name} model, of which SGLang "
+                f"0.5.23 runs transformers' modules, got {section.quantization}"
             )
         if max(section.tp, heads) % min(section.tp, heads):
             raise UserError(

@@ -168,6 +168,7 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         # Cosines and sines times a factor: products of queries and keys times its square.
         "softmax_scale": spec.rope.logit_factor / math.sqrt(spec.head_dim),
         "window_size": None if spec.window is None else (spec.window - 1, 0),
+        "no_rope_freq": [int(unturned) for unturned in spec.unturned] or None,
         "window_attn_skip_freq": [int(windowed) for windowed in spec.windowed] or None,
     }
 

@@ -29,7 +29,8 @@ class ModelSpec:
     layer shares the embedding. initializer_range: standard deviation of a fresh weight. window:
     positions that a query sees in the windowed layers, its own included. window_rope: rotary
     positions of those layers; None: as the others'. window_limit: a window that SGLang ignores, so
-    that no context may be longer. cut_to: see num_ids; None: of every row.
+    that no context may be longer. unturned: layers without rotary positions. cut_to: see num_ids;
+    None: of every row.
     """
 
     family: Family
@@ -54,6 +55,7 @@ class ModelSpec:
     windowed: tuple[bool, ...] = ()
     window_rope: Rope | None = None
     window_limit: int | None = None
+    unturned: tuple[bool, ...] = ()
     cut_to: int | None = None
 
     @property
@@ -192,7 +194,22 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         initializer_range=_positive(config, "initializer_range", whole=False),
         **_experts(config, family, layers),
         **_windows(config, family, layers, rope),
+        unturned=_unturned(config, family, layers),
     )
+
+
+def _unturned(config: dict[str, Any], family: Family, layers: int) -> tuple[bool, ...]:
+    if "no_rope_layers" not in family.defaults:
+        return ()
+    turned: Any = config["no_rope_layers"]
+    if turned is None:
+        every = _count(config, "no_rope_layer_interval")
+        turned = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(turned, list) or [each for each in turned if each not in (0, 1)]:
+        raise ValueError(f"no_rope_layers must be a list of 0 and 1, got {shown(turned)}")
+    if len(turned) != layers:
+        raise ValueError(f"no_rope_layers must name {layers} layers, got {len(turned)}")
+    return tuple(not each for each in turned)
 
 
 def _windows(config: dict[str, Any], family: Family, layers: int, rope: Rope) -> dict[str, Any]:

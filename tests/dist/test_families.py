@@ -30,6 +30,7 @@ from tests.support.models import (
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
+    tiny_smollm3,
 )
 
 pytestmark = pytest.mark.dist
@@ -53,6 +54,7 @@ MAKERS: dict[str, Any] = {
     "olmo 2": (tiny_olmo2, ODD),
     "olmo 3": (tiny_olmo3, ODD),
     "qwen3 moe": (tiny_qwen3_moe, ODD | {"mlp_only_layers": [0]}),
+    "smollm3": (tiny_smollm3, ODD | TIED),
     "four layers": (tiny_qwen3_moe, TIED | {"mlp_only_layers": [1], "num_hidden_layers": 4}),
 }
 # attn_factor, as SGLang applies it, in transformers' words

@@ -30,6 +30,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SmolLM3Config,
+    SmolLM3ForCausalLM,
 )
 
 VOCAB_SIZE = 512
@@ -204,6 +206,14 @@ def tiny_olmo3(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides:
     del written["rope_parameters"]
     file.write_text(json.dumps(written | {"rope_theta": 500000.0, "rope_scaling": yarn}))
     return path
+
+
+def tiny_smollm3(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random SmolLM3 checkpoint (float32, no rotary positions in its fourth layer)."""
+    config = SmolLM3Config(**_shared_config(num_hidden_layers=4) | overrides)
+    model = SmolLM3ForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
 
 
 def tiny_mixtral(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:

@@ -126,8 +126,10 @@ class Family:
     default of partial_rotary_factor; None: all of them turn every feature of a head, and it is 1.
     interleaved: rotary positions turn neighbours, not a feature of either half. window: what
     sliding_window does, nothing; it limits the context, as SGLang ignores it; or layer_types says
-    where it is. plain_window: rotary positions of windowed layers are never scaled. check: raises
-    ValueError for a complete config.json that transformers and SGLang read differently.
+    where it is. plain_window: rotary positions of windowed layers are never scaled. shares_heads:
+    ranks of a server may share a key-value head. own_modules: SGLang runs transformers' modules.
+    check: raises ValueError for a complete config.json that transformers and SGLang read
+    differently.
     """
 
     name: str
@@ -153,6 +155,8 @@ class Family:
     interleaved: bool = False
     window: Window = "none"
     plain_window: bool = False
+    shares_heads: bool = True
+    own_modules: bool = False
     check: Callable[[Mapping[str, Any]], None] | None = field(default=None, compare=False)
 
     def of(self, config: Mapping[str, Any]) -> Family:

@@ -22,6 +22,7 @@ from tests.support.models import (
     tiny_olmo2,
     tiny_qwen3,
     tiny_qwen3_moe,
+    tiny_smollm3,
     write_tokenizer,
 )
 
@@ -181,12 +182,19 @@ def served(model: Path, context: int) -> ServerInfo:
     )
 
 
-def test_heads_that_sglang_cannot_normalise_together(
-    tmp_path: Path, config: dict[str, Any], capsys
+@pytest.mark.parametrize(
+    ("write", "fields", "words"),
+    [
+        (tiny_olmo2, {"tp": 4}, ("student.tp must be <= the model's key-value", "got tp=4 and 2")),
+        (tiny_smollm3, {"tp": 4}, ("student.tp must be <= the model's key-value", "smollm3")),
+        (tiny_smollm3, {"quantization": "int8"}, ("student.quantization must be null", "smollm3")),
+    ],
+)
+def test_how_sglang_cannot_serve_a_family(
+    write: Any, fields: dict[str, Any], words: tuple[str, ...], tmp_path: Path, config, capsys
 ):
-    config["student"] |= {"model": str(tiny_olmo2(tmp_path / "olmo")), "tp": 4}
+    config["student"] |= {"model": str(write(tmp_path / "model")), **fields}
     capsys.readouterr()  # of writing the model
-    words = ("student.tp must be <= the model's key-value heads", "got tp=4 and 2")
     refused(capsys, call(tmp_path, config, verb="check"), *words)
 
 

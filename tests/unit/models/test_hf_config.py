@@ -62,6 +62,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "sliding_window": (32, None),
     "use_sliding_window": (True, False, None),
     "max_window_layers": (1, 28),
+    "no_rope_layers": ([1, 0], [0, 0], [1], [2, 1], None),
+    "no_rope_layer_interval": (1, 2, None),
     "layer_types": (
         ["full_attention"] * 2,
         ["full_attention", "sliding_attention"],
@@ -130,6 +132,8 @@ def same(spec: ModelSpec, config: Any) -> None:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * spec.num_layers
     if spec.window_limit is None:
         assert spec.windowed == (() if window is None else tuple(k[:2] == "sl" for k in kinds))
+    turned = config.no_rope_layers if spec.family.name == "smollm3" else []
+    assert spec.unturned == tuple(not each for each in turned)
     if not spec.family.moe:
         return
     assert spec.num_experts == config.num_local_experts == config.num_experts

@@ -26,6 +26,7 @@ from tests.support.models import (
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
+    tiny_smollm3,
 )
 
 MAKERS: dict[str, Callable[..., Path]] = {
@@ -37,6 +38,7 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "qwen2": tiny_qwen2,
     "qwen3": tiny_qwen3,
     "qwen3_moe": tiny_qwen3_moe,
+    "smollm3": tiny_smollm3,
 }
 
 
