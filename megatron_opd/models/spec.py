@@ -202,8 +202,8 @@ def _unturned(config: dict[str, Any], family: Family, layers: int) -> tuple[bool
     if "no_rope_layers" not in family.defaults:
         return ()
     turned: Any = config["no_rope_layers"]
+    every = _count(config, "no_rope_layer_interval")
     if turned is None:
-        every = _count(config, "no_rope_layer_interval")
         turned = [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(turned, list) or [each for each in turned if each not in (0, 1)]:
         raise ValueError(f"no_rope_layers must be a list of 0 and 1, got {shown(turned)}")
