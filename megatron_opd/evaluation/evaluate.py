@@ -26,7 +26,7 @@ from megatron_opd.evaluation.sets import EvaluatedSet, evaluated_sets
 from megatron_opd.fleet.clients import make_fleet
 from megatron_opd.fleet.ends import FirstCause, closing_all
 from megatron_opd.fleet.startup import start_all
-from megatron_opd.inputs.model_facts import read_model
+from megatron_opd.inputs.model_facts import check_window, read_model
 from megatron_opd.inputs.models import check_ends, ends_of
 from megatron_opd.inputs.prepare import make_verifiers, prepare
 from megatron_opd.inputs.rendering import template_of_run
@@ -87,6 +87,8 @@ def ask(questions: Questions, model: Path, found: Found) -> None:
     """Serve the Hugging Face checkpoint `model` and evaluate it on every set. RunFailed."""
     config, key = questions.config, f"{model}"
     facts = read_model(model, key)
+    limit = config.student.context_length or facts.context_length
+    check_window("student.context_length", facts.spec, limit)
     ending = ends_of(config, key, facts, load_tokenizer(model, key))
     gpus = gpus_of_server(config, STUDENT, 0)
     with tempfile.TemporaryDirectory(prefix="opd-eval-") as scratch:

@@ -14,6 +14,7 @@ from megatron_opd.data.end_tokens import EndTokens
 from megatron_opd.errors import LearnerError, UserError
 from megatron_opd.fleet.clients import make_client
 from megatron_opd.fleet.guards import RunGuard, watched_engines
+from megatron_opd.inputs.model_facts import check_window
 from megatron_opd.inputs.models import check_ends
 from megatron_opd.inputs.notes import served_gaps
 from megatron_opd.inputs.prepared import Prepared
@@ -190,6 +191,9 @@ def check_served(
             "run.deterministic is true"
         )
     check_ends(key, info, model.ends)
+    if model.trained is not None:
+        where = f"start {info.url} with --context-length {model.trained.window_limit}"
+        check_window("the servers' context", model.trained, info.context_length, where)
     served = Path(info.model_path)
     # a path on another machine cannot be compared
     if served.exists() and served.resolve() != section.model.resolve():

@@ -63,6 +63,15 @@ def read_model(path: Path, key: str) -> ModelFacts:
     return ModelFacts(path, architecture, spec.vocab_size, spec.max_position, raw, spec)
 
 
+def check_window(key: str, spec: ModelSpec, limit: int, remedy: str = "lower it") -> None:
+    """Check that no context of `limit` tokens passes a window that SGLang ignores. UserError."""
+    if spec.window_limit is not None and limit > spec.window_limit:
+        raise UserError(
+            f"sliding_window must be null or at least {key}, because SGLang 0.5.23 ignores it, got "
+            f"{spec.window_limit} and {limit}; {remedy}"
+        )
+
+
 def check_servable(key: str, spec: ModelSpec) -> None:
     """Check that SGLang serves the model that config.json describes. Raises UserError.
 

@@ -17,7 +17,7 @@ from megatron_opd.data.end_tokens import Ending, EndTokens, read_end_tokens
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.megatron_settings import check_megatron
-from megatron_opd.inputs.model_facts import ModelFacts, read_model
+from megatron_opd.inputs.model_facts import ModelFacts, check_window, read_model
 from megatron_opd.inputs.same_tokenizer import check_tokenizer, further_tokens
 from megatron_opd.inputs.tokenizers import has_tokenizer, load_tokenizer
 from megatron_opd.inputs.weights import check_weights, has_weights
@@ -239,6 +239,7 @@ def check_context(config: Config, models: Mapping[Role, ModelFacts]) -> None:
                 f"{key}.context_length must be <= the model's max_position_embeddings "
                 f"{facts.context_length}, got {limit}"
             )
+        check_window(f"{key}.context_length", facts.spec, limit)
         for asking, wanted in (
             ("rollout", config.rollout.max_new_tokens),
             ("evaluation", config.evaluation.max_new_tokens or 0),
@@ -298,6 +299,17 @@ def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
                     f"got {name}={degree} and {count} {what}"
                 )
         heads = spec.num_kv_heads
+        if section.tp > heads and not spec.family.shares_heads:
+            raise UserError(
+                f"{key}.tp must be <= the model's key-value heads, because SGLang 0.5.23 cannot "
+                f"share one among ranks in a {spec.family.name} model, got tp={section.tp} and "
+                f"{heads} key-value heads"
+            )
+        if section.quantization is not None and spec.family.own_modules:
+            raise UserError(
+                f"{key}.quantization must be null in a {spec.family.name} model, of which SGLang "
+                f"0.5.23 runs transformers' modules, got {section.quantization}"
+            )
         if max(section.tp, heads) % min(section.tp, heads):
             raise UserError(
                 f"{key}.tp must divide the model's key-value heads or be a multiple of them, "

@@ -95,6 +95,9 @@ def pieces_of(
         yield from _qkv(module, owner, leaf, data)
     elif isinstance(module, linear.MergedColumnParallelLinear):
         yield from _gate_up(module, owner, leaf, data)
+    elif isinstance(module, linear.ColumnParallelLinear):  # where it runs transformers' modules
+        length = data.shape[0]
+        yield Piece(f"{owner}.{leaf}", 0, _rank(module.tp_group) * length, length, data)
     elif isinstance(module, linear.RowParallelLinear) and leaf == WEIGHT:
         length = data.shape[1]
         yield Piece(f"{owner}.{leaf}", 1, _rank(module.tp_group) * length, length, data)

@@ -20,11 +20,17 @@ from tests.dist.worlds import run_world
 from tests.support.figures import bounded, relative
 from tests.support.models import (
     LLAMA3_ROPE,
+    YARN_FACTOR,
+    YARN_ROPE,
     tiny_llama,
+    tiny_mistral,
     tiny_mixtral,
+    tiny_olmo2,
+    tiny_olmo3,
     tiny_qwen2,
     tiny_qwen3,
     tiny_qwen3_moe,
+    tiny_smollm3,
 )
 
 pytestmark = pytest.mark.dist
@@ -37,11 +43,23 @@ MAKERS: dict[str, Any] = {
     "qwen2": (tiny_qwen2, {}),
     "qwen2 tied, padded": (tiny_qwen2, ODD | TIED | ONE_KEY),
     "qwen3": (tiny_qwen3, ODD),
+    "qwen3, yarn, biased": (
+        tiny_qwen3,
+        {"rope_parameters": YARN_ROPE | {"attn_factor": 0.8}, "attention_bias": True},
+    ),
     "llama 3": (tiny_llama, ODD),
     "llama, linear": (tiny_llama, LINEAR),
+    "mistral": (tiny_mistral, {"sliding_window": 97}),
     "mixtral": (tiny_mixtral, ODD),
+    "olmo 2": (tiny_olmo2, ODD),
+    "olmo 3": (tiny_olmo3, ODD),
     "qwen3 moe": (tiny_qwen3_moe, ODD | {"mlp_only_layers": [0]}),
+    "smollm3": (tiny_smollm3, ODD | TIED),
     "four layers": (tiny_qwen3_moe, TIED | {"mlp_only_layers": [1], "num_hidden_layers": 4}),
+}
+# attn_factor, as SGLang applies it, in transformers' words
+MEANT: dict[str, Any] = {
+    "qwen3, yarn, biased": {"rope_parameters": YARN_ROPE | {"attention_factor": 0.8 * YARN_FACTOR}}
 }
 SPARSE = ("mixtral", "qwen3 moe")
 CONVERTED = (ParallelConfig(), ParallelConfig(tp=2, pp=2))  # cut for one layout, loaded at all
@@ -70,7 +88,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     for seed, (name, (maker, overrides)) in enumerate(MAKERS.items()):
         # Logits of standard deviation 1: the bound is absolute.
         found[name] = maker(base / str(seed), seed=seed, head_std=1.0, **overrides)
-        family_jobs.write_expected(found[name], reference_logits(found[name]))
+        family_jobs.write_expected(
+            found[name], reference_logits(found[name], **MEANT.get(name, {}))
+        )
         for index, parallel in enumerate(CONVERTED):
             hf_to_megatron(
                 found[name],

@@ -7,13 +7,24 @@ from typing import Any
 import pytest
 
 from megatron_opd.config.schema import Config
+from megatron_opd.data.end_tokens import EndTokens
 from megatron_opd.errors import UserError
+from megatron_opd.fleet.startup import ServedModel, check_served
 from megatron_opd.inputs.model_facts import read_model
 from megatron_opd.inputs.models import check_models
 from megatron_opd.launch.servers import make_spec
+from sglang_bridge.protocol import ServerEnds, ServerInfo
 from sglang_bridge.server.spec import NUM_IDS_VARIABLE, server_env
 from tests.support.cli_cases import call, refused
-from tests.support.models import tiny_mixtral, tiny_qwen3, tiny_qwen3_moe, write_tokenizer
+from tests.support.models import (
+    tiny_mistral,
+    tiny_mixtral,
+    tiny_olmo2,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+    tiny_smollm3,
+    write_tokenizer,
+)
 
 
 def with_teacher(tmp_path: Path, config: dict[str, Any], vocab_size: int) -> dict[str, Any]:
@@ -124,6 +135,67 @@ def test_what_sglang_reads_otherwise_is_refused(
         read_model(path, "student.model")
     for word in ["student.model", *words]:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("write", "fields"),
+    [
+        (tiny_mistral, {"sliding_window": 1024}),
+        (tiny_qwen3, {"sliding_window": 1024, "use_sliding_window": True}),
+    ],
+)
+def test_no_context_passes_a_window_that_sglang_ignores(
+    write: Any, fields: dict[str, Any], tmp_path: Path, config: dict[str, Any], capsys
+):
+    model = write(tmp_path / "windowed", **fields)
+    config["student"]["model"] = str(model)
+    rule = "sliding_window must be null or at least student.context_length"
+    capsys.readouterr()  # of writing the model
+    for limit in (None, 1025):
+        config["student"]["context_length"] = limit
+        refused(capsys, call(tmp_path, config, verb="check"), rule, f"1024 and {limit or 2048}")
+    config["student"]["context_length"] = 1024
+    assert call(tmp_path, config, verb="check") == 0
+    # and no server elsewhere takes more
+    parsed = Config.model_validate(config)
+    elsewhere = served(tmp_path / "nowhere", 1025)
+    spec, ends = read_model(model, "student.model").spec, EndTokens((1,), 1)
+    trained = ServedModel(512, ends, spec)
+    with pytest.raises(UserError, match="start http://there with --context-length 1024"):
+        check_served("student", elsewhere, parsed.student, trained, deterministic=False)
+    assert spec.longest_context == 1024
+
+
+def served(model: Path, context: int) -> ServerInfo:
+    return ServerInfo(
+        url="http://there",
+        model_path=str(model),
+        vocab_size=512,
+        context_length=context,
+        tp_size=1,
+        ep_size=1,
+        version=0,
+        dtype="bfloat16",
+        max_total_tokens=1,
+        deterministic=False,
+        ends=ServerEnds((1,), (1,)),
+    )
+
+
+@pytest.mark.parametrize(
+    ("write", "fields", "words"),
+    [
+        (tiny_olmo2, {"tp": 4}, ("student.tp must be <= the model's key-value", "got tp=4 and 2")),
+        (tiny_smollm3, {"tp": 4}, ("student.tp must be <= the model's key-value", "smollm3")),
+        (tiny_smollm3, {"quantization": "int8"}, ("student.quantization must be null", "smollm3")),
+    ],
+)
+def test_how_sglang_cannot_serve_a_family(
+    write: Any, fields: dict[str, Any], words: tuple[str, ...], tmp_path: Path, config, capsys
+):
+    config["student"] |= {"model": str(write(tmp_path / "model")), **fields}
+    capsys.readouterr()  # of writing the model
+    refused(capsys, call(tmp_path, config, verb="check"), *words)
 
 
 def test_rotary_settings_in_two_places_are_named(tmp_path: Path, config: dict[str, Any], capsys):

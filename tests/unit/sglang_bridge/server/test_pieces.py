@@ -69,6 +69,7 @@ LAYERS = "sglang.srt.layers"  # importing them takes seconds, and files of a ser
 def embedding(monkeypatch: pytest.MonkeyPatch) -> type:
     """The class that SGLang's vocabulary layers have here."""
     kinds = ("QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear")
+    kinds += ("ColumnParallelLinear",)
     linear = SimpleNamespace(**{kind: type(kind, (), {}) for kind in kinds})
     vocabulary = SimpleNamespace(VocabParallelEmbedding=type("VocabParallelEmbedding", (), {}))
     experts = SimpleNamespace(FusedMoE=type("FusedMoE", (), {}))
