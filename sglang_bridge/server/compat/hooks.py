@@ -28,6 +28,9 @@ EXPERT_RECORD = "sglang.srt.state_capturer.base.BaseTopkCapturer.__init__"
 EXPERT_CHOICE = "sglang.srt.layers.moe.topk._post_process_topk_ids"
 EXPERT_CAPTURE = "sglang.srt.layers.moe.topk.capture_routed_experts_if_allowed"
 
+# where there is no CUDA, alone
+ROPE_ON_CPU = "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu"
+
 INIT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater."
     "WeightUpdater.init_weights_update_group"
@@ -51,6 +54,7 @@ TARGETS = (
     LOAD_WEIGHTS,
     INIT_GROUP,
 )
+CPU_TARGETS = (ROPE_ON_CPU,)
 GATE_TARGETS = (EXPERT_RECORD, EXPERT_CHOICE, EXPERT_CAPTURE)
 
 

@@ -68,7 +68,8 @@ LAYERS = "sglang.srt.layers"  # importing them takes seconds, and files of a ser
 @pytest.fixture
 def embedding(monkeypatch: pytest.MonkeyPatch) -> type:
     """The class that SGLang's vocabulary layers have here."""
-    kinds = ("QKVParallelLinear", "MergedColumnParallelLinear", "RowParallelLinear")
+    kinds = ("QKVParallelLinear", "MergedColumnParallelLinear", "ColumnParallelLinear")
+    kinds += ("RowParallelLinear",)
     linear = SimpleNamespace(**{kind: type(kind, (), {}) for kind in kinds})
     vocabulary = SimpleNamespace(VocabParallelEmbedding=type("VocabParallelEmbedding", (), {}))
     experts = SimpleNamespace(FusedMoE=type("FusedMoE", (), {}))
@@ -91,7 +92,8 @@ def test_a_rank_of_padding_alone_holds_no_piece(
     module.shard_indices = SimpleNamespace(
         num_added_elements=0, num_org_elements=count, org_vocab_start_index=min(5, 3 * rank)
     )
-    found = list(pieces.pieces_of(module, "model.embed_tokens", "weight", torch.zeros(3, 4)))
+    modules = {"model.embed_tokens": module}
+    found = list(pieces.pieces_of(modules, "model.embed_tokens", "weight", torch.zeros(3, 4)))
     assert [(piece.start, piece.length) for piece in found] == held
     assert all(piece.view.shape == (piece.length, 4) for piece in found)
 
