@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_opd.learner.context_parallel import packed_order, share_of, whole_sequence
 from megatron_opd.losses.host import sent
-from megatron_opd.models.spec import Rope
+from megatron_opd.models.rope import Rope, yarn_ramp
 
 # One padded call is faster than one call per segment until padding wastes this share of the work.
 MAX_PADDING_WASTE = 2.0
@@ -145,7 +145,7 @@ class PackedRotary(RotaryEmbedding):
     """Computes rotary angles per packed position.
 
     GPTModel asks for a sequence length and passes it on to `forward`; the packing travels in its
-    place, so that every layer gets ready angles [S, 1, 1, d].
+    place, so that every layer gets ready angles [S, 1, 1, d]; d: the features that turn.
     """
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,21 +156,32 @@ class PackedRotary(RotaryEmbedding):
         """Return the angles, float32 [s, 1, 1, d]."""
         assert packing.positions_s is not None
         angles = torch.outer(packing.positions_s.to(self.inv_freq), self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        if self.rotary_interleaved:
+            both = angles.repeat_interleave(2, dim=-1)
+        else:
+            both = torch.cat((angles, angles), dim=-1)
+        return both[:, None, None, :]
 
 
 def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device) -> torch.Tensor:
-    """Return float32 [head_dim / 2], radians per position, equal to transformers' bit for bit.
+    """Return float32 [turning features / 2], radians per position, transformers' bit for bit.
 
     The counterpart is transformers' ROPE_INIT_FUNCTIONS; Megatron's RotaryEmbedding knows Llama 3's
     stretching with two of its four numbers fixed.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    features = rope.features(head_dim)
+    exponent = torch.arange(0, features, 2, dtype=torch.float32, device=device) / features
     inv_freq = 1.0 / (rope.theta**exponent)
     if rope.type == "default":
         return inv_freq
     if rope.type == "linear":
         return inv_freq / rope.factor
+    if rope.type == "yarn":
+        low, high = yarn_ramp(rope, features)
+        pair = torch.arange(features // 2, dtype=torch.float32, device=device)
+        kept = 1 - ((pair - low) / (high - low)).clamp(0, 1)
+        stretched = 1.0 / (rope.factor * rope.theta**exponent)
+        return stretched * (1 - kept) + inv_freq * kept
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
     wavelength = 2 * math.pi / inv_freq

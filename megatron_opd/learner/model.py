@@ -6,6 +6,7 @@ Its weights mean nothing until checkpoint.convert fills every one of them.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from shutil import which
 from typing import Any
@@ -166,6 +167,9 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
+        "rotary_interleaved": spec.rope.interleaved,
+        # Cosines and sines times a factor: products of queries and keys times its square.
+        "softmax_scale": spec.rope.logit_factor / math.sqrt(spec.head_dim),
     }
 
 
@@ -241,6 +245,7 @@ def _chunk(
             vocab_size=spec.padded_vocab(world.parallel.tp),
             max_sequence_length=spec.max_position,
             position_embedding_type="rope",
+            rotary_percent=spec.rope.share,
             rotary_base=spec.rope.theta,  # type: ignore[arg-type]
             share_embeddings_and_output_weights=spec.tied,
             parallel_output=True,
@@ -253,7 +258,8 @@ def _chunk(
         keep_less(model)
         model.rotary_pos_emb = PackedRotary(
             spec.head_dim,
-            rotary_percent=1.0,
+            rotary_percent=spec.rope.share,
+            rotary_interleaved=spec.rope.interleaved,
             rotary_base=spec.rope.theta,  # type: ignore[arg-type]
             use_cpu_initialization=config.use_cpu_initialization,
         )

@@ -31,10 +31,13 @@ ONE_SIDED: dict[str, tuple[Any, ...]] = {
     "n_shared_experts": (None, 0),
     "shared_expert_intermediate_size": (None, 0),
 }
-ROPE_TYPES = ("default", "linear", "llama3")
 ROPE_KEYS = frozenset(
     {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
     | {"original_max_position_embeddings", "partial_rotary_factor"}
+)
+YARN_KEYS = frozenset(
+    {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
+    | {"attention_factor", "attn_factor"}
 )
 
 
@@ -45,6 +48,8 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """
     full = {**family.defaults, **config}
     for key, agreed in ONE_SIDED.items():
+        if key == "partial_rotary_factor" and family.rotary_share is not None:
+            continue
         allowed = agreed + family.allowed.get(key, ())
         if key in full and full[key] not in allowed:
             raise ValueError(f"{key} must be {allowed[0]!r}, got {shown(full[key])}")
@@ -80,17 +85,20 @@ def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", family.theta))
     rope.setdefault("rope_type", rope.get("type", "default"))
-    if rope["rope_type"] not in ROPE_TYPES:
+    kind = rope["rope_type"]
+    if kind not in family.rope_types:
         raise ValueError(
-            f"rope type must be one of {', '.join(ROPE_TYPES)}, got {shown(rope['rope_type'])}"
+            f"rope type must be one of {', '.join(family.rope_types)}, got {shown(kind)}"
         )
-    unknown = rope.keys() - ROPE_KEYS
+    known = ROPE_KEYS | YARN_KEYS if kind == "yarn" else ROPE_KEYS
+    unknown = rope.keys() - known
     if unknown:
         raise ValueError(
-            f"rotary settings must be of {', '.join(sorted(ROPE_KEYS))}, got {shown(min(unknown))}"
+            f"rotary settings must be of {', '.join(sorted(known))}, got {shown(min(unknown))}"
         )
     rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-    if rope.get("partial_rotary_factor", 1) != 1:
+    share = config.get("partial_rotary_factor", family.rotary_share or 1)
+    if rope.setdefault("partial_rotary_factor", share) != 1 and family.rotary_share is None:
         raise ValueError(
             "partial_rotary_factor must be 1: every feature of a head is rotated, got "
             f"{shown(rope['partial_rotary_factor'])}"

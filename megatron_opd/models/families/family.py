@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 Fusion = Literal["none", "qkv", "gate_up"]
 Layers = Literal["all", "dense", "moe"]
+ROPE_TYPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +115,9 @@ class Family:
     defaults: what transformers takes for a key that is absent. null is another matter: where it is
     no value of the key, transformers refuses the file. theta: rope_theta where nothing names it.
     allowed: values of keys which learner, transformers and SGLang all read in this family, beside
-    those of hf_config.ONE_SIDED. rope_types: rotary positions that all of them know.
+    those of hf_config.ONE_SIDED. rope_types: rotary positions that all of them know. rotary_share:
+    default of partial_rotary_factor; None: all of them turn every feature of a head, and it is 1.
+    interleaved: rotary positions turn neighbours, not a feature of either half.
     """
 
     name: str
@@ -132,7 +135,9 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
     theta: float = 1e4
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, compare=False)
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3")
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    rotary_share: float | None = None
+    interleaved: bool = False
 
     def of(self, config: Mapping[str, Any]) -> Family:
         """Return the family with the parameters that this complete config.json asks for."""

@@ -9,6 +9,7 @@ from megatron_opd.models.families.family import (
     POST_NORM,
     QK_NORM,
     QKV_BIAS,
+    ROPE_TYPES,
     Family,
     expert_rows,
 )
@@ -22,6 +23,7 @@ QWEN2 = Family(
     (*ATTENTION, QKV_BIAS, POST_NORM, *DENSE_MLP),
     qkv_bias=True,
     defaults={**_QWEN, "num_key_value_heads": 32},
+    rope_types=(*ROPE_TYPES, "yarn"),
 )
 QWEN3 = Family(
     "qwen3",
@@ -29,6 +31,7 @@ QWEN3 = Family(
     (*ATTENTION, *QK_NORM, POST_NORM, *DENSE_MLP),
     qk_norm=True,
     defaults={**_QWEN, "num_key_value_heads": 32, "head_dim": 128},
+    rope_types=(*ROPE_TYPES, "yarn"),
 )
 QWEN3_MOE = Family(
     "qwen3_moe",

@@ -24,6 +24,11 @@ SIZES |= {"vocab_size": 512, "num_attention_heads": 8}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = (
     *({"rope_type": kind} for kind in ("default", "yarn", None)),
+    {"rope_type": "yarn", "factor": 4.0},
+    {"type": "yarn", "factor": 8, "rope_theta": 7e4, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16, "beta_slow": 2.5, "truncate": False},
+    {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1, "beta_slow": None},
+    {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1},
     *({"type": kind, "factor": 4.0} for kind in ("default", "linear", "dynamic")),
     {"rope_type": "linear", "factor": 2, "rope_theta": 500.0},
     {"rope_type": "linear", "type": "default", "factor": 3.0},
@@ -89,6 +94,11 @@ def same(spec: ModelSpec, config: Any) -> None:
     assert (spec.rope.type, spec.rope.theta) == (rope["rope_type"], rope["rope_theta"])
     if spec.rope.type != "default":
         assert spec.rope.factor == rope["factor"]
+    if spec.rope.type == "yarn":
+        bounds = spec.rope.beta_fast, spec.rope.beta_slow, spec.rope.truncate
+        read = [rope.get(key) or known for key, known in (("beta_fast", 32), ("beta_slow", 1))]
+        assert bounds == (*read, rope.get("truncate", True))
+        assert spec.rope.original_max_position == rope["original_max_position_embeddings"]
     if spec.rope.type == "llama3":
         bounds = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         ours = (spec.rope.low_freq_factor, spec.rope.high_freq_factor)
@@ -175,11 +185,11 @@ def test_rope_scaling_beside_rope_parameters_is_the_one_that_counts():
     same(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "yarn"])
+@pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "dynamic"])
 def test_a_kind_of_rotary_scaling_is_refused_by_its_name(kind: str):
     """Not by a setting that only it has."""
     scaling = {"type": kind, "long_factor": [2.0], "mrope_section": [1, 1, 2]}
     sizes = SIZES | {"num_key_value_heads": 4}
     ours, _ = read({"model_type": "qwen3", **sizes, "rope_scaling": scaling})
     assert isinstance(ours, str)
-    assert ours.endswith(f"rope type must be one of default, linear, llama3, got {kind!r}")
+    assert ours.endswith(f"rope type must be one of default, linear, llama3, yarn, got {kind!r}")
