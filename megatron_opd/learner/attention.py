@@ -219,13 +219,14 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Packing,
         **_: Any,
     ) -> torch.Tensor:
-        """Map [s, 1, h, d] and twice [s, 1, h_kv, d] to [s, 1, h * d]."""
+        """Map [s, 1, h, d], [s, 1, h_kv, d] and [s, 1, h_kv, e] to [s, 1, h * e]."""
         packing = packed_seq_params
         queries, keys = packing.queries, packing.keys
         assert queries is not None
         assert keys is not None
         assert packing.positions_s is not None
-        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        # latent attention has dropped the batch already
+        q, k, v = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
         position_s = None
         if packing.order_S is not None:
             k, v = whole_sequence(k, packing.order_S), whole_sequence(v, packing.order_S)

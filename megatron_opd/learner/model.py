@@ -23,7 +23,10 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_opd.config.kernels import Kernels
@@ -38,6 +41,7 @@ from megatron_opd.learner.attention import (
 )
 from megatron_opd.learner.gated import keep_less
 from megatron_opd.learner.lm_head import hide_padded_ids
+from megatron_opd.learner.mla import latent_fields, latent_layer, place_rotary
 from megatron_opd.learner.overrides import build, check_overrides
 from megatron_opd.learner.top_k import sort_choices
 from megatron_opd.learner.world import World
@@ -66,6 +70,7 @@ def transformer_config(
     ValueError: `learner.megatron` has a field that it must not, or Megatron refuses the whole.
     """
     parallel, dtype = config.parallel, DTYPES[config.dtype]
+    target = TransformerConfig if spec.latent is None else MLATransformerConfig
     deterministic = bool(config.megatron.get("deterministic_mode"))
     speedups = choose_speedups(
         config, kernels, cuda=cuda, moe=spec.is_moe, deterministic=deterministic
@@ -79,7 +84,7 @@ def transformer_config(
         "bias_activation_fusion": cuda,
         "gradient_accumulation_fusion": kernels.fused_gradients,
         # Otherwise every layer asks the GPU for every segment's length, twice.
-        "apply_rope_fusion": kernels.engine,
+        "apply_rope_fusion": kernels.engine and spec.latent is None,
     }
     if config.recompute == "full":
         defaults |= {"recompute_method": "uniform", "recompute_num_layers": 1}
@@ -94,7 +99,7 @@ def transformer_config(
             "moe_grouped_gemm": kernels.engine,
             "moe_permute_fusion": speedups.permute,
         }
-    chosen = defaults | check_overrides("learner.megatron", TransformerConfig, config.megatron)
+    chosen = defaults | check_overrides("learner.megatron", target, config.megatron)
     _check_chosen(config, chosen)
     fixed = _architecture(spec) | {
         "recompute_granularity": None if config.recompute == "none" else config.recompute,
@@ -115,7 +120,7 @@ def transformer_config(
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.expert_tp,
     }
-    return build("learner.megatron", TransformerConfig, chosen | fixed)
+    return build("learner.megatron", target, chosen | fixed)
 
 
 def _check_chosen(config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
@@ -153,7 +158,7 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
             # Softmax over the chosen experts equals renormalising a softmax over all of them.
             "moe_router_pre_softmax": not spec.norm_topk_prob,
         }
-    return moe | {
+    found = moe | {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "num_attention_heads": spec.num_heads,
@@ -171,6 +176,7 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         # Cosines and sines times a factor: products of queries and keys times its square.
         "softmax_scale": spec.rope.logit_factor / math.sqrt(spec.head_dim),
     }
+    return found if spec.latent is None else found | latent_fields(spec.latent, spec.rope)
 
 
 def _layer_specs(
@@ -182,6 +188,10 @@ def _layer_specs(
     kinds = {}
     for holds_experts in set(spec.moe_layers):
         experts = spec.num_experts if holds_experts else None
+        if spec.latent is not None:
+            grouped = config.moe_grouped_gemm
+            kinds[holds_experts] = latent_layer(experts, engine=engine, grouped=grouped)
+            continue
         kinds[holds_experts] = (
             get_gpt_layer_with_transformer_engine_spec(
                 num_experts=experts,
@@ -256,6 +266,20 @@ def _chunk(
     )
     if not engine:
         keep_less(model)
+    if spec.latent is not None:
+        place_rotary(model, spec, world.device, engine=engine)
+    else:
+        _place_rotary(model, spec, config, world)
+    hide_padded_ids(model, spec.num_ids)
+    sort_choices(model)
+    return model.to(world.device, config.params_dtype)
+
+
+def _place_rotary(
+    model: GPTModel, spec: ModelSpec, config: TransformerConfig, world: World
+) -> None:
+    """Give the model its rotary positions."""
+    if not world.kernels.engine:
         model.rotary_pos_emb = PackedRotary(
             spec.head_dim,
             rotary_percent=spec.rope.share,
@@ -264,9 +288,6 @@ def _chunk(
             use_cpu_initialization=config.use_cpu_initialization,
         )
     model.rotary_pos_emb.inv_freq = rotary_frequencies(spec.rope, spec.head_dim, world.device)
-    hide_padded_ids(model, spec.num_ids)
-    sort_choices(model)
-    return model.to(world.device, config.params_dtype)
 
 
 def _built_without_apex(make: Callable[[], GPTModel]) -> GPTModel:

@@ -12,7 +12,10 @@ from collections.abc import Mapping
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
 Names = Mapping[type, Mapping[str, tuple[str, ...]]]
 
@@ -48,6 +51,12 @@ OWNERS: Names = {
             calculate_per_token_loss variable_seq_lengths perform_initialization
             use_cpu_initialization microbatch_group_size_per_vp_stage mtp_num_layers
             defer_embedding_wgrad_compute moe_hybridep_pad_uneven_dispatch_inputs"""),
+    },
+    MLATransformerConfig: {
+        MODEL: _names("""
+            q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
+            rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings
+            beta_fast beta_slow mscale mscale_all_dim"""),
     },
     DistributedDataParallelConfig: {LEARNER: _names("use_distributed_optimizer")},
     OptimizerConfig: {
@@ -162,6 +171,12 @@ REFUSED: Names = {
         "experts would get no mask of fillers; use learner.recompute: selective, or fewer "
         "learner.max_tokens_per_microbatch": _names("mlp_chunks_for_training"),
     },
+    MLATransformerConfig: {
+        "it is of Megatron's own inference, and SGLang samples here": _names("cache_mla_latents"),
+        "it joins weights under a name that checkpoints and weight syncs do not know": _names(
+            "mla_down_proj_fusion"
+        ),
+    },
     DistributedDataParallelConfig: {
         FSDP: _names("""
             use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy
@@ -198,6 +213,7 @@ REMOVED: Mapping[type, Mapping[str, str]] = {
         "async_tensor_model_parallel_allreduce": "leave it out: it is always so",
     },
     DistributedDataParallelConfig: {"preserve_fp32_weights": "leave it out"},
+    MLATransformerConfig: {},
     OptimizerConfig: {"muon_use_nesterov": ADAMW},
 }
 """What Megatron-Core 0.16 had and 0.19 has not, and what to do instead."""
@@ -249,6 +265,7 @@ PASSED: Mapping[type, tuple[str, ...]] = {
         moe_apply_probs_on_input moe_flex_dispatcher_num_sms cp_comm_type
         clone_scatter_output_in_embedding disable_parameter_transpose_cache config_logger_dir
         batch_invariant_mode use_te_activation_func transformer_impl"""),
+    MLATransformerConfig: (),
     DistributedDataParallelConfig: _names("""
         grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather align_param_gather
         num_distributed_optimizer_instances check_for_nan_in_grad check_for_large_grads bucket_size
@@ -269,20 +286,37 @@ PASSED: Mapping[type, tuple[str, ...]] = {
 
 def owner_of(target: type, name: str) -> str | None:
     """Return what sets the field `name` of `target`; None: nothing else does."""
-    return _key_of(OWNERS[target], name)
+    return _key_of(OWNERS, target, name)
 
 
 def refusal_of(target: type, name: str) -> str | None:
     """Return why YAML may not set the field `name` of `target`; None: it may."""
-    return _key_of(REFUSED[target], name)
+    return _key_of(REFUSED, target, name)
 
 
 def value_refusal_of(target: type, name: str, value: object) -> str | None:
     """Return why YAML may not give a field this value, or one of this list; None: it may."""
-    refused = REFUSED_VALUES.get(target, {}).get(name, {})
+    tables = (REFUSED_VALUES.get(base, {}) for base in target.__mro__)
+    refused = next((table[name] for table in tables if name in table), {})
     given = value if isinstance(value, list) else [value]
     return next((reason for each, reason in refused.items() if each in given), None)
 
 
-def _key_of(table: Mapping[str, tuple[str, ...]], name: str) -> str | None:
-    return next((key for key, names in table.items() if name in names), None)
+def removal_of(target: type, name: str) -> str | None:
+    """Return what to do instead of a field that `target` no longer has; None: it never had it."""
+    return next((REMOVED[base][name] for base in _bases(target) if name in REMOVED[base]), None)
+
+
+def passed(target: type) -> tuple[str, ...]:
+    """Return the fields of `target`, its bases' included, that YAML can set."""
+    return tuple(name for base in _bases(target) for name in PASSED[base])
+
+
+def _bases(target: type) -> tuple[type, ...]:
+    """Return `target` and what it inherits fields from, as far as the tables hold them."""
+    return tuple(base for base in target.__mro__ if base in PASSED)
+
+
+def _key_of(tables: Names, target: type, name: str) -> str | None:
+    found = (table for base in _bases(target) for table in tables.get(base, {}).items())
+    return next((key for key, names in found if name in names), None)

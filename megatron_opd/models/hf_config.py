@@ -24,6 +24,7 @@ ONE_SIDED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "is_causal": (True, None),
     "rope_is_neox_style": (True,),
+    "rope_interleave": (True,),
     "partial_rotary_factor": (1,),
     "dual_chunk_attention_config": (None,),
     "final_logit_softcapping": (None,),

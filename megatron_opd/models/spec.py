@@ -14,6 +14,7 @@ from megatron_opd.models.families.family import Family
 from megatron_opd.models.families.table import family_of
 from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
 from megatron_opd.models.hf_config import complete, rope_parameters
+from megatron_opd.models.latent import Latent
 from megatron_opd.models.rope import Rope, RopeType, yarn_attention_factor
 
 MAX_COUNT = 2**31 - 1
@@ -27,7 +28,8 @@ class ModelSpec:
 
     norm_topk_prob: the chosen experts' probabilities are renormalised to sum 1. tied: the output
     layer shares the embedding. initializer_range: standard deviation of a fresh weight. cut_to: see
-    num_ids; None: of every row.
+    num_ids; None: of every row. latent: how keys and values are made of a latent; head_dim is then
+    the size of a query and a key, and num_kv_heads num_heads; None: of the layer's input.
     """
 
     family: Family
@@ -49,11 +51,17 @@ class ModelSpec:
     norm_topk_prob: bool = True
     moe_layers: tuple[bool, ...] = ()
     cut_to: int | None = None
+    latent: Latent | None = None
 
     @property
     def num_ids(self) -> int:
         """Returns the ids that have a probability; further rows of the embedding are padding."""
         return self.vocab_size if self.cut_to is None else self.cut_to
+
+    @property
+    def value_dim(self) -> int:
+        """Returns the features of a value head."""
+        return self.head_dim if self.latent is None else self.latent.value
 
     @property
     def is_moe(self) -> bool:
@@ -149,12 +157,8 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
             f"num_attention_heads must divide hidden_size, got {heads} and {hidden}: transformers "
             "refuses the file"
         )
-    # a class with a default of its own has no null
-    given = config.get("head_dim") is not None or "head_dim" in family.defaults
-    head_dim = _count(config, "head_dim") if given else hidden // heads
-    if head_dim < 2 or head_dim % 2:  # rotary positions turn pairs of features
-        raise ValueError(f"head_dim must be an even number >= 2, got {head_dim}")
-    rope = _rope(config, family)
+    rope, latent = _rope(config, family), _latent(config) if family.latent else None
+    head_dim = _head_dim(config, family, hidden // heads) if latent is None else latent.query
     turning = rope.features(head_dim)
     if turning < 2 or turning % 2 or turning > head_dim:
         raise ValueError(
@@ -175,8 +179,33 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         norm_eps=_positive(config, "rms_norm_eps", whole=False),
         tied=_flag(config, "tie_word_embeddings"),
         initializer_range=_positive(config, "initializer_range", whole=False),
+        latent=latent,
         **_experts(config, family, layers),
     )
+
+
+def _head_dim(config: dict[str, Any], family: Family, default: int) -> int:
+    # a class with a default of its own has no null
+    given = config.get("head_dim") is not None or "head_dim" in family.defaults
+    head_dim = _count(config, "head_dim") if given else default
+    if head_dim < 2 or head_dim % 2:  # rotary positions turn pairs of features
+        raise ValueError(f"head_dim must be an even number >= 2, got {head_dim}")
+    return head_dim
+
+
+def _latent(config: dict[str, Any]) -> Latent:
+    rank = None if config["q_lora_rank"] is None else _count(config, "q_lora_rank")
+    keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    found = Latent(rank, *(_count(config, key) for key in keys))
+    if found.turning % 2:  # rotary positions turn pairs of features
+        raise ValueError(f"qk_rope_head_dim must be an even number, got {found.turning}")
+    heads, keys_of = config["num_attention_heads"], config["num_key_value_heads"]
+    if keys_of != heads:
+        raise ValueError(
+            "num_key_value_heads must be num_attention_heads with latent attention, which has a "
+            f"key for every head, got {shown(keys_of)} and {heads}"
+        )
+    return found
 
 
 def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
@@ -215,7 +244,9 @@ def _rope(config: dict[str, Any], family: Family) -> Rope:
     if kind == "linear":
         return stretched
     if kind == "yarn":
-        return _yarn(stretched, rope)
+        return (
+            _latent_yarn(rope, _yarn(stretched, rope)) if family.latent else _yarn(stretched, rope)
+        )
     low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
     if low >= high:
         raise ValueError(f"low_freq_factor must be < high_freq_factor, got {low} and {high}")
@@ -260,6 +291,22 @@ def _yarn(plain: Rope, settings: dict[str, Any]) -> Rope:
         attention_factor=factor,
         attn_factor=_positive(settings, "attn_factor"),
     )
+
+
+def _latent_yarn(settings: dict[str, Any], rope: Rope) -> Rope:
+    """Return YaRN as SGLang's latent attention has it: the softmax is scaled, nothing else."""
+    weight = settings.get("mscale_all_dim")
+    if not weight or settings.get("mscale") != weight:
+        raise ValueError(
+            "mscale and mscale_all_dim must be equal numbers > 0 with latent attention and YaRN, "
+            f"got {shown(settings.get('mscale'))} and {shown(weight)}"
+        )
+    if not rope.truncate or rope.attn_factor != 1:
+        raise ValueError(
+            "truncate must be true and attn_factor 1 with latent attention, where SGLang 0.5.23 "
+            f"reads neither as transformers does, got {rope.truncate} and {rope.attn_factor:g}"
+        )
+    return replace(rope, mscale_all_dim=_positive(settings, "mscale_all_dim"))
 
 
 def _count(config: dict[str, Any], key: str, most: int = MAX_COUNT) -> int:

@@ -60,6 +60,29 @@ ATTENTION = (
     ),
     Row(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), 1),
 )
+LATENT_ATTENTION = (
+    Row(("input_layernorm.weight",), ("input_layernorm.weight",)),
+    Row(("self_attention.linear_q_proj.weight",), ("self_attn.q_proj.weight",), 0),
+    Row(("self_attention.linear_q_down_proj.weight",), ("self_attn.q_a_proj.weight",)),
+    Row(
+        ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+        ("self_attn.q_a_layernorm.weight",),
+    ),
+    Row(("self_attention.linear_q_up_proj.weight",), ("self_attn.q_b_proj.weight",), 0),
+    Row(("self_attention.linear_kv_down_proj.weight",), ("self_attn.kv_a_proj_with_mqa.weight",)),
+    Row(
+        (
+            "self_attention.kv_layernorm.weight",
+            "self_attention.linear_kv_up_proj.layer_norm_weight",
+        ),
+        ("self_attn.kv_a_layernorm.weight",),
+    ),
+    Row(("self_attention.linear_kv_up_proj.weight",), ("self_attn.kv_b_proj.weight",), 0),
+    Row(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), 1),
+)
+"""With both ways to queries: through a latent of their own, and without one."""
+_FROM_INPUT = LATENT_ATTENTION[1:2]
+_FROM_LATENT = LATENT_ATTENTION[2:5]
 QKV_BIAS = Row(
     ("self_attention.linear_qkv.bias",),
     ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
@@ -139,8 +162,16 @@ class Family:
     rotary_share: float | None = None
     interleaved: bool = False
 
+    @property
+    def latent(self) -> bool:
+        """Returns whether its attention is latent attention."""
+        return _FROM_LATENT[0] in self.layer or _FROM_INPUT[0] in self.layer
+
     def of(self, config: Mapping[str, Any]) -> Family:
         """Return the family with the parameters that this complete config.json asks for."""
+        if self.latent:
+            left = _FROM_LATENT if config["q_lora_rank"] is None else _FROM_INPUT
+            return replace(self, layer=tuple(row for row in self.layer if row not in left))
         if not config.get("attention_bias"):
             return self
         return replace(self, layer=(*self.layer, *BIASES), qkv_bias=True, o_bias=True)

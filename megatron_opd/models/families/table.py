@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from megatron_opd.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron_opd.models.families.family import Family
 from megatron_opd.models.families.llama import LLAMA
 from megatron_opd.models.families.mixtral import MIXTRAL
 from megatron_opd.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
-FAMILIES = {family.name: family for family in (LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+_LATENT = (DEEPSEEK_V2, DEEPSEEK_V3)
+FAMILIES = {f.name: f for f in (LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, *_LATENT)}
 
 
 def family_of(model_type: str) -> Family:
