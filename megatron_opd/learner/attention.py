@@ -227,6 +227,9 @@ class PackedAttention(MegatronModule):
         assert packing.positions_s is not None
         # latent attention has dropped the batch already
         q, k, v = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
+        width = v.shape[-1]
+        if width < q.shape[-1]:  # with one size torch keeps no [L, L'] of the softmax
+            v = F.pad(v, (0, q.shape[-1] - width))
         position_s = None
         if packing.order_S is not None:
             k, v = whole_sequence(k, packing.order_S), whole_sequence(v, packing.order_S)
@@ -249,7 +252,7 @@ class PackedAttention(MegatronModule):
             place_BL = None if position_s is None else queries.pad(position_s)
             padded = self._attend(queries.pad(q), keys.pad(k), keys.pad(v), place_BL)
             out = padded.flatten(0, 1)[queries.padded_S]
-        return out.reshape(out.shape[0], 1, -1)
+        return out[..., :width].reshape(out.shape[0], 1, -1)
 
     def _attend(
         self,

@@ -64,6 +64,11 @@ class ModelSpec:
         return self.head_dim if self.latent is None else self.latent.value
 
     @property
+    def pair_features(self) -> int:
+        """Returns the features of a head that each (query, key) pair is multiplied by."""
+        return self.head_dim + self.value_dim
+
+    @property
     def is_moe(self) -> bool:
         """Returns whether any layer holds experts."""
         return any(self.moe_layers)

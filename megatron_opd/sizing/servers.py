@@ -2,8 +2,9 @@
 
 SGLang's own rule is kept: weights and KV cache together take mem_fraction_static of the GPU, the
 rest is for activations and CUDA graphs. Queries, feed-forward features, vocabulary and experts are
-split over tp (experts by ep * (tp / ep)), key-value heads too until each rank has one. Quantised
-matrices take a byte a number, and four a row for its scale.
+split over tp (experts by ep * (tp / ep)), key-value heads too until each rank has one. Latent
+attention keeps a latent of keys and values, whole on every rank, and copies of the matrix that
+makes both of it. Quantised matrices take a byte a number, and four a row for its scale.
 """
 
 from __future__ import annotations
@@ -43,7 +44,9 @@ def server_memory(spec: ModelSpec, section: ServerConfig) -> ServerMemory:
     size = BYTES[section.dtype]
     weights = weight_bytes(spec, section)
     heads = max(1, spec.num_kv_heads // section.tp)
-    kv = 2 * spec.num_layers * heads * spec.head_dim * size
+    # of latent attention every rank keeps the whole latent
+    kept = 2 * heads * spec.head_dim if spec.latent is None else spec.latent.kept
+    kv = spec.num_layers * kept * size
     tokens = section.max_total_tokens
     if tokens is None and section.gpu_memory_gib is not None:
         tokens = max(0, _limit(section, section.gpu_memory_gib) - weights) // kv

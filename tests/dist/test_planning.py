@@ -19,10 +19,12 @@ from sglang_bridge.protocol import DrawCache
 from tests.dist import planning_jobs
 from tests.dist.worlds import run_world
 from tests.support.figures import bounded, relative
+from tests.support.latent_models import tiny_deepseek_v3
 from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 
+LATENT_DENSE = {"first_k_dense_replace": 2, "num_hidden_layers": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("mixed", {"dtype": "float32"}),
     "bf16": ("mixed", {"dtype": "bfloat16"}),
@@ -49,6 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "tp2 one key": ("one key", {"dtype": "float32", "parallel": {"tp": 2}}),
     "cp2": ("mixed", {"dtype": "bfloat16", "parallel": {"cp": 2}}),
+    "latent tp2": ("latent", {"dtype": "bfloat16", "parallel": {"tp": 2}}),
     "pp2 vpp2": ("mixed", {"dtype": "bfloat16", "parallel": {"pp": 2, "vpp": 2}}),
 }
 
@@ -75,6 +78,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "tied": tiny_qwen3(base / "tied", tie_word_embeddings=True),
         "mixed": tiny_qwen3_moe(base / "mixed", num_hidden_layers=4, mlp_only_layers=[1]),
+        "latent": tiny_deepseek_v3(base / "latent", **LATENT_DENSE),
         "one key": tiny_qwen3(base / "one-key", num_key_value_heads=1),
     }
 
