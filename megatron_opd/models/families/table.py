@@ -5,9 +5,9 @@ from __future__ import annotations
 from megatron_opd.models.families.family import Family
 from megatron_opd.models.families.llama import LLAMA
 from megatron_opd.models.families.mixtral import MIXTRAL
-from megatron_opd.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from megatron_opd.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
-FAMILIES = {family.name: family for family in (LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+FAMILIES = {family.name: family for family in (LLAMA, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)}
 
 
 def family_of(model_type: str) -> Family:
