@@ -154,6 +154,8 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
             "num_moe_experts": spec.num_experts,
             "moe_ffn_hidden_size": spec.expert_ffn_size,
             "moe_router_topk": spec.experts_per_token,
+            "moe_shared_expert_intermediate_size": spec.shared_ffn_size or None,
+            "moe_shared_expert_gate": spec.family.shared_gate,
             "moe_layer_freq": [int(holds) for holds in spec.moe_layers],
             # Softmax over the chosen experts equals renormalising a softmax over all of them.
             "moe_router_pre_softmax": not spec.norm_topk_prob,

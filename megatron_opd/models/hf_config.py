@@ -52,7 +52,7 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
         if key == "partial_rotary_factor" and family.rotary_share is not None:
             continue
         allowed = agreed + family.allowed.get(key, ())
-        if key in full and full[key] not in allowed:
+        if key in full and full[key] not in allowed and key not in family.reads:
             raise ValueError(f"{key} must be {allowed[0]!r}, got {shown(full[key])}")
     # Qwen's carry a window that use_sliding_window switches off; the others have no such switch
     switched = "use_sliding_window" in family.defaults
@@ -65,12 +65,11 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
     if full["num_key_value_heads"] is None and not family.moe:
         full["num_key_value_heads"] = full["num_attention_heads"]
     if family.moe:
-        # transformers' attribute_map: whichever is not the class's own field is set last
-        own = "num_experts" if "num_experts" in family.defaults else "num_local_experts"
-        other = "num_local_experts" if own == "num_experts" else "num_experts"
+        own, *others = family.experts_keys
         if full[own] is None:
             raise ValueError(f"{own} must be an integer, got None")
-        full["num_experts"] = full.get(other, full[own])
+        # transformers' attribute_map: whichever is not the class's own field is set last
+        full["num_experts"] = next((full[key] for key in others if key in full), full[own])
     return full
 
 

@@ -26,6 +26,7 @@ MAX_LAYERS, MAX_EXPERTS = 1024, 4096
 class ModelSpec:
     """Describes the architecture. moe_layers: layers with experts; hidden sizes in features.
 
+    shared_ffn_size: features of the experts that every token visits, together; 0: there are none.
     norm_topk_prob: the chosen experts' probabilities are renormalised to sum 1. tied: the output
     layer shares the embedding. initializer_range: standard deviation of a fresh weight. cut_to: see
     num_ids; None: of every row. latent: how keys and values are made of a latent; head_dim is then
@@ -48,6 +49,7 @@ class ModelSpec:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_ffn_size: int = 0
+    shared_ffn_size: int = 0
     norm_topk_prob: bool = True
     moe_layers: tuple[bool, ...] = ()
     cut_to: int | None = None
@@ -77,6 +79,12 @@ class ModelSpec:
         """Return the embedding's rows when `tp` ranks split it; added rows are zeros."""
         return -(-self.vocab_size // tp) * tp
 
+    def shared_rules(self, tp: int) -> tuple[tuple[str, int, str, int], ...]:
+        """Return what tp ranks must divide beside the rest: (key, ranks, what, how many)."""
+        if not self.shared_ffn_size:
+            return ()
+        return (("tp", tp, "shared experts' features", self.shared_ffn_size),)
+
     def check_parallel(self, parallel: ParallelConfig, *, uneven: bool = False) -> None:
         """Raise ValueError, naming key, rule and value, when the model cannot be cut this way.
 
@@ -93,6 +101,7 @@ class ModelSpec:
             ("tp", parallel.tp, "feed-forward features", self.ffn_size),
             ("pp", 1 if uneven else parallel.pp, "layers", self.num_layers),
             ("ep", parallel.ep, "experts", self.num_experts),
+            *self.shared_rules(parallel.tp),
         )
         for key, degree, what, count in rules:
             if count % degree or (degree > 1 and count == 0):
@@ -233,9 +242,19 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
         "num_experts": experts,
         "experts_per_token": chosen,
         "expert_ffn_size": _count(config, family.expert_ffn_key),
+        "shared_ffn_size": _shared_ffn_size(config, family),
         "norm_topk_prob": family.sums_topk_to_one or _flag(config, "norm_topk_prob"),
         "moe_layers": moe_layers,
     }
+
+
+def _shared_ffn_size(config: dict[str, Any], family: Family) -> int:
+    """Return the features of the experts that every token visits; 0: the family has none."""
+    if "shared_expert_intermediate_size" in family.defaults:
+        return _count(config, "shared_expert_intermediate_size")
+    if "n_shared_experts" in family.defaults:
+        return _count(config, "n_shared_experts") * _count(config, family.expert_ffn_key)
+    return 0
 
 
 def _rope(config: dict[str, Any], family: Family) -> Rope:

@@ -26,6 +26,7 @@ from sglang_bridge.server import (
     score_plan,
     scoring,
     seeded,
+    torch_kernels,
     validate,
 )
 from sglang_bridge.server.compat import batches, hooks, mla, ranks, startup
@@ -82,6 +83,7 @@ def register() -> None:
     if not torch.cuda.is_available():
         hooks.hook(hooks.ROPE_ON_CPU, mla.around_rope, "around")
         ranks.allow_deterministic_attention("torch_native")
+        torch_kernels.register()
 
 
 def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:

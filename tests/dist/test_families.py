@@ -23,6 +23,7 @@ from tests.support.models import (
     tiny_llama,
     tiny_mixtral,
     tiny_qwen2,
+    tiny_qwen2_moe,
     tiny_qwen3,
     tiny_qwen3_moe,
 )
@@ -40,10 +41,11 @@ MAKERS: dict[str, Any] = {
     "llama 3": (tiny_llama, ODD),
     "llama, linear": (tiny_llama, LINEAR),
     "mixtral": (tiny_mixtral, ODD),
+    "qwen2 moe": (tiny_qwen2_moe, ODD | {"mlp_only_layers": [0]}),
     "qwen3 moe": (tiny_qwen3_moe, ODD | {"mlp_only_layers": [0]}),
     "four layers": (tiny_qwen3_moe, TIED | {"mlp_only_layers": [1], "num_hidden_layers": 4}),
 }
-SPARSE = ("mixtral", "qwen3 moe")
+SPARSE = ("mixtral", "qwen2 moe", "qwen3 moe")
 CONVERTED = (ParallelConfig(), ParallelConfig(tp=2, pp=2))  # cut for one layout, loaded at all
 LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
     "tp1": (1, {}, tuple(MAKERS)),

@@ -18,6 +18,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -118,6 +120,26 @@ def tiny_qwen3_moe(
     }
     config = Qwen3MoeConfig(**(_shared_config() | experts | overrides))
     model = Qwen3MoeForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
+def tiny_qwen2_moe(
+    path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object
+) -> Path:
+    """Writes a random Qwen2-MoE checkpoint (float32, 4 experts, top-2, a shared one) to `path`."""
+    experts: dict[str, object] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.0,
+    }
+    config = Qwen2MoeConfig(**_without_attention_bias(experts | overrides))
+    model = Qwen2MoeForCausalLM(config).float()
     _randomise(model, seed, head_std)
     return _save(model, path, config.vocab_size)
 

@@ -123,6 +123,27 @@ def expert_rows(router: str, expert: str, gate: str, up: str, down: str) -> tupl
     )
 
 
+SHARED_GATE = "mlp.shared_experts.gate_weight"
+
+
+def shared_expert_rows(name: str, gate: str | None = None) -> tuple[Row, ...]:
+    """Return the rows of the feed-forward block that every token of a layer of experts visits.
+
+    gate: the tensor that weighs its output by a sigmoid; None: the output is added as it is.
+    """
+    halves = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
+    rows = (
+        Row(("mlp.shared_experts.linear_fc1.weight",), halves, 0, "gate_up", layers="moe"),
+        Row(
+            ("mlp.shared_experts.linear_fc2.weight",),
+            (f"{name}.down_proj.weight",),
+            1,
+            layers="moe",
+        ),
+    )
+    return rows if gate is None else (*rows, Row((SHARED_GATE,), (gate,), layers="moe"))
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Describes an architecture: `top` holds tensors outside the layers, `layer` those inside.
@@ -130,6 +151,7 @@ class Family:
     name: config.json's model_type. architecture: its class in transformers. qk_norm: queries and
     keys are normalised per head. qkv_bias: they and the values have a bias; o_bias: so has the
     output projection. moe: it has experts. expert_ffn_key: config.json's key of their size.
+    experts_keys: those of their number: the class's own, and one that transformers takes for it.
     sums_topk_to_one: the router always scales the chosen experts' weights to a sum of one, which
     other families' norm_topk_prob tells. end_token: what transformers takes for a config.json
     without eos_token_id. heads_fill_hidden: transformers wants num_attention_heads to divide
@@ -138,9 +160,10 @@ class Family:
     defaults: what transformers takes for a key that is absent. null is another matter: where it is
     no value of the key, transformers refuses the file. theta: rope_theta where nothing names it.
     allowed: values of keys which learner, transformers and SGLang all read in this family, beside
-    those of hf_config.ONE_SIDED. rope_types: rotary positions that all of them know. rotary_share:
-    default of partial_rotary_factor; None: all of them turn every feature of a head, and it is 1.
-    interleaved: rotary positions turn neighbours, not a feature of either half.
+    those of hf_config.ONE_SIDED. reads: keys of that table of which all of them read every value.
+    rope_types: rotary positions that all of them know. rotary_share: default of
+    partial_rotary_factor; None: all of them turn every feature of a head, and it is 1. interleaved:
+    rotary positions turn neighbours, not a feature of either half.
     """
 
     name: str
@@ -151,6 +174,7 @@ class Family:
     o_bias: bool = False
     moe: bool = False
     expert_ffn_key: str = "moe_intermediate_size"
+    experts_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
     sums_topk_to_one: bool = False
     end_token: int | None = None
     heads_fill_hidden: bool = False
@@ -158,6 +182,7 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
     theta: float = 1e4
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, compare=False)
+    reads: frozenset[str] = frozenset()
     rope_types: tuple[str, ...] = ROPE_TYPES
     rotary_share: float | None = None
     interleaved: bool = False
@@ -166,6 +191,11 @@ class Family:
     def latent(self) -> bool:
         """Returns whether its attention is latent attention."""
         return _FROM_LATENT[0] in self.layer or _FROM_INPUT[0] in self.layer
+
+    @property
+    def shared_gate(self) -> bool:
+        """Returns whether a gate weighs the output of the shared experts."""
+        return any(row.mcore[0] == SHARED_GATE for row in self.layer)
 
     def of(self, config: Mapping[str, Any]) -> Family:
         """Return the family with the parameters that this complete config.json asks for."""

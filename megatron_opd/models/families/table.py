@@ -6,10 +6,11 @@ from megatron_opd.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megatron_opd.models.families.family import Family
 from megatron_opd.models.families.llama import LLAMA
 from megatron_opd.models.families.mixtral import MIXTRAL
-from megatron_opd.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from megatron_opd.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
 _LATENT = (DEEPSEEK_V2, DEEPSEEK_V3)
-FAMILIES = {f.name: f for f in (LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, *_LATENT)}
+_QWEN = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+FAMILIES = {family.name: family for family in (LLAMA, MIXTRAL, *_QWEN, *_LATENT)}
 
 
 def family_of(model_type: str) -> Family:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from megatron_opd.models.families.qwen import QWEN3_MOE
+from megatron_opd.models.families.qwen import QWEN2_MOE, QWEN3_MOE
 from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 
@@ -65,6 +65,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "num_experts": (16, 8, None),
     "num_local_experts": (4, 16, None),
     "moe_intermediate_size": (32, None),
+    "shared_expert_intermediate_size": (48, 0, None),
     "norm_topk_prob": (True, False, None),
     "decoder_sparse_step": (1, 2, None),
     "mlp_only_layers": ([], [0], None),
@@ -114,17 +115,25 @@ def same(spec: ModelSpec, config: Any) -> None:
     assert not getattr(config, "attention_bias", False)
     assert not getattr(config, "mlp_bias", False)
     assert set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    assert getattr(config, "sliding_window", None) is None
+    assert not getattr(config, "sliding_window", None)
     if not spec.family.moe:
         return
-    assert spec.num_experts == config.num_local_experts == config.num_experts
+    assert spec.num_experts == config.num_experts
+    if spec.family != QWEN2_MOE:  # which has one name for it
+        assert spec.num_experts == config.num_local_experts
     assert spec.experts_per_token == config.num_experts_per_tok
     assert spec.expert_ffn_size == getattr(config, spec.family.expert_ffn_key)
-    qwen = spec.family == QWEN3_MOE  # Mixtral's model reads none of these
+    qwen = spec.family in (QWEN2_MOE, QWEN3_MOE)  # Mixtral's model reads none of these
     assert spec.norm_topk_prob == (config.norm_topk_prob if qwen else True)
+    assert spec.shared_ffn_size == shared_size(spec, config)
     dense, step = (config.mlp_only_layers, config.decoder_sparse_step) if qwen else ([], 1)
     expected = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec.num_layers))
     assert spec.moe_layers == expected
+
+
+def shared_size(spec: ModelSpec, config: Any) -> int:
+    """Features of the experts that every token visits, as transformers' models read them."""
+    return config.shared_expert_intermediate_size if spec.family == QWEN2_MOE else 0
 
 
 def read(config: dict[str, Any]) -> tuple[ModelSpec | str, Any]:
@@ -170,6 +179,8 @@ def test_every_default_and_every_plain_value_is_accepted(family: str, key: str |
             plain[key] = False
     if key == "sliding_window":
         plain[key] = 32 if family.startswith("qwen") else None
+    if key == "shared_expert_intermediate_size" and family != "qwen2_moe":
+        plain[key] = 0
     ours, theirs = read(plain)
     assert isinstance(ours, ModelSpec), ours
     same(ours, theirs)

@@ -17,12 +17,20 @@ from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.rope import Rope
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
-from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import (
+    tiny_llama,
+    tiny_mixtral,
+    tiny_qwen2,
+    tiny_qwen2_moe,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 
 MAKERS: dict[str, Callable[..., Path]] = {
     "llama": tiny_llama,
     "mixtral": tiny_mixtral,
     "qwen2": tiny_qwen2,
+    "qwen2_moe": tiny_qwen2_moe,
     "qwen3": tiny_qwen3,
     "qwen3_moe": tiny_qwen3_moe,
 }
@@ -35,7 +43,7 @@ def test_every_family_is_tested():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", MAKERS)
 def test_published_names_and_shapes(family: str, tied: bool, tmp_path: Path):
-    overrides = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
+    overrides = {"mlp_only_layers": [1]} if family in ("qwen2_moe", "qwen3_moe") else {}
     model = MAKERS[family](tmp_path / "model", tie_word_embeddings=tied, **overrides)
     spec, source = read_model_spec(model), load_file(model / "model.safetensors")
     assert expected_tensors(spec) == {name: tuple(t.shape) for name, t in source.items()}
@@ -43,7 +51,7 @@ def test_published_names_and_shapes(family: str, tied: bool, tmp_path: Path):
     assert AutoConfig.from_pretrained(model).architectures == [spec.family.architecture]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_the_spelling_in_memory_holds_the_same_tensors(family: str, tmp_path: Path):
     published = MAKERS[family](tmp_path / "published")
     model = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
