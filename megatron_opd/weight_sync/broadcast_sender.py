@@ -31,19 +31,25 @@ from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import BucketSpec
 from sglang_bridge.weights.formats import Grid
 
+_WITH_NEXT = ".q_a_proj.weight"
+"""SGLang joins it to kv_a_proj_with_mqa, and drops either that comes without the other."""
+
 
 def plan_buckets(
     manifest: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype, bucket_bytes: int
 ) -> list[BucketSpec]:
-    """Group consecutive tensors of at most `bucket_bytes` together; a larger tensor is alone."""
+    """Group consecutive tensors of at most `bucket_bytes` together; a larger tensor is alone.
+
+    Two that SGLang joins are in one bucket, whatever their size.
+    """
     groups: list[list[tuple[str, tuple[int, ...]]]] = []
     room = -1
-    for name, shape in manifest:
-        size = torch.Size(shape).numel() * dtype.itemsize
+    for unit in _units(manifest):
+        size = sum(torch.Size(shape).numel() for _, shape in unit) * dtype.itemsize
         if size > room:
             groups.append([])
             room = bucket_bytes
-        groups[-1].append((name, shape))
+        groups[-1] += unit
         room -= size
     kind = str(dtype).removeprefix("torch.")
     return [
@@ -54,6 +60,19 @@ def plan_buckets(
         )
         for group in groups
     ]
+
+
+def _units(
+    manifest: Sequence[tuple[str, tuple[int, ...]]],
+) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Yield what must not be sent apart."""
+    unit: list[tuple[str, tuple[int, ...]]] = []
+    for entry in manifest:
+        unit.append(entry)
+        if not entry[0].endswith(_WITH_NEXT):
+            yield unit
+            unit = []
+    assert not unit, f"nothing follows {unit}"
 
 
 class BroadcastSender:

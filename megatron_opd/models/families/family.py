@@ -60,16 +60,22 @@ ATTENTION = (
     ),
     Row(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), 1),
 )
-LATENT_ATTENTION = (
-    Row(("input_layernorm.weight",), ("input_layernorm.weight",)),
-    Row(("self_attention.linear_q_proj.weight",), ("self_attn.q_proj.weight",), 0),
+_FROM_INPUT = (Row(("self_attention.linear_q_proj.weight",), ("self_attn.q_proj.weight",), 0),)
+_FROM_LATENT = (
+    # weight_sync/broadcast_sender.py sends it with the one that follows
     Row(("self_attention.linear_q_down_proj.weight",), ("self_attn.q_a_proj.weight",)),
     Row(
         ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
         ("self_attn.q_a_layernorm.weight",),
     ),
     Row(("self_attention.linear_q_up_proj.weight",), ("self_attn.q_b_proj.weight",), 0),
+)
+LATENT_ATTENTION = (
+    Row(("input_layernorm.weight",), ("input_layernorm.weight",)),
+    *_FROM_INPUT,
+    _FROM_LATENT[0],
     Row(("self_attention.linear_kv_down_proj.weight",), ("self_attn.kv_a_proj_with_mqa.weight",)),
+    *_FROM_LATENT[1:],
     Row(
         (
             "self_attention.kv_layernorm.weight",
@@ -81,8 +87,6 @@ LATENT_ATTENTION = (
     Row(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), 1),
 )
 """With both ways to queries: through a latent of their own, and without one."""
-_FROM_INPUT = LATENT_ATTENTION[1:2]
-_FROM_LATENT = LATENT_ATTENTION[2:5]
 QKV_BIAS = Row(
     ("self_attention.linear_qkv.bias",),
     ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
