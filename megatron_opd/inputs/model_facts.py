@@ -60,7 +60,7 @@ def read_model(path: Path, key: str) -> ModelFacts:
             f"transformers goes by, got {architecture!r}, which SGLang would serve"
         )
     check_servable(key, spec)
-    return ModelFacts(path, architecture, spec.vocab_size, spec.max_position, raw, spec)
+    return ModelFacts(path, architecture, spec.vocab_size, spec.longest_context, raw, spec)
 
 
 def check_servable(key: str, spec: ModelSpec) -> None:

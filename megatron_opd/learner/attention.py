@@ -22,6 +22,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_opd.learner.context_parallel import packed_order, share_of, whole_sequence
 from megatron_opd.losses.host import sent
@@ -195,7 +196,12 @@ def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device) -> torch
 
 
 class PackedAttention(MegatronModule):
-    """Computes causal attention inside each segment, with grouped queries and no dropout."""
+    """Computes causal attention inside each segment, with grouped queries and no dropout.
+
+    window: positions that a query sees, its own included; None: all before it.
+    """
+
+    window: int | None = None
 
     def __init__(
         self,
@@ -208,6 +214,10 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels or 1)
+        before = config.window_size
+        if is_layer_window_attention(before, config.window_attn_skip_freq, layer_number):
+            assert before is not None
+            self.window = before[0] + 1
 
     def forward(
         self,
@@ -266,9 +276,14 @@ class PackedAttention(MegatronModule):
         place_BL: each query's position among the keys; None: its own, L equals L'.
         """
         mask = None
-        if place_BL is not None:
+        windowed = self.window is not None and self.window < k.shape[1]
+        if place_BL is not None or windowed:
             key_L = torch.arange(k.shape[1], device=k.device)
-            mask = (key_L <= place_BL[..., None])[:, None]
+            last_BL = key_L[None] if place_BL is None else place_BL
+            mask = key_L <= last_BL[..., None]
+            if windowed:
+                mask &= key_L > last_BL[..., None] - self.window
+            mask = mask[:, None]
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),

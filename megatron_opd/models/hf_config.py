@@ -54,13 +54,18 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
         allowed = agreed + family.allowed.get(key, ())
         if key in full and full[key] not in allowed and key not in family.reads:
             raise ValueError(f"{key} must be {allowed[0]!r}, got {shown(full[key])}")
+    if family.check is not None:
+        family.check(full)
     # Qwen's carry a window that use_sliding_window switches off; the others have no such switch
     switched = "use_sliding_window" in family.defaults
-    if not switched and full.get("sliding_window") is not None:
-        raise ValueError(f"sliding_window must be null, got {shown(full['sliding_window'])}")
+    window = None if switched and not full["use_sliding_window"] else full.get("sliding_window")
+    if window is not None and family.window == "none":
+        raise ValueError(f"sliding_window must be null, got {shown(window)}")
+    full["sliding_window"] = window
     layers = full.get("layer_types") or []
-    if not isinstance(layers, list) or any(each != "full_attention" for each in layers):
-        raise ValueError(f"layer_types must name full_attention alone, got {shown(layers)}")
+    kinds = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
+    if not isinstance(layers, list) or any(each not in kinds for each in layers):
+        raise ValueError(f"layer_types must name {' or '.join(kinds)} alone, got {shown(layers)}")
     # null means as many as heads, except where transformers' mixtures refuse it
     if full["num_key_value_heads"] is None and not family.moe:
         full["num_key_value_heads"] = full["num_attention_heads"]

@@ -28,9 +28,12 @@ class ModelSpec:
 
     shared_ffn_size: features of the experts that every token visits, together; 0: there are none.
     norm_topk_prob: the chosen experts' probabilities are renormalised to sum 1. tied: the output
-    layer shares the embedding. initializer_range: standard deviation of a fresh weight. cut_to: see
-    num_ids; None: of every row. latent: how keys and values are made of a latent; head_dim is then
-    the size of a query and a key, and num_kv_heads num_heads; None: of the layer's input.
+    layer shares the embedding. initializer_range: standard deviation of a fresh weight. window:
+    positions that a query sees in the windowed layers, its own included. window_rope: rotary
+    positions of those layers; None: as the others'. window_limit: a window that SGLang ignores, so
+    that no context may be longer. cut_to: see num_ids; None: of every row. latent: how keys and
+    values are made of a latent; head_dim is then the size of a query and a key, and num_kv_heads
+    num_heads; None: of the layer's input.
     """
 
     family: Family
@@ -52,6 +55,10 @@ class ModelSpec:
     shared_ffn_size: int = 0
     norm_topk_prob: bool = True
     moe_layers: tuple[bool, ...] = ()
+    window: int | None = None
+    windowed: tuple[bool, ...] = ()
+    window_rope: Rope | None = None
+    window_limit: int | None = None
     cut_to: int | None = None
     latent: Latent | None = None
 
@@ -71,9 +78,18 @@ class ModelSpec:
         return self.head_dim + self.value_dim
 
     @property
+    def longest_context(self) -> int:
+        """Returns the tokens that learner and server read alike."""
+        return min(self.max_position, self.window_limit or self.max_position)
+
+    @property
     def is_moe(self) -> bool:
         """Returns whether any layer holds experts."""
         return any(self.moe_layers)
+
+    def is_windowed(self, layer: int) -> bool:
+        """Return whether a query of this layer sees a window of positions alone."""
+        return bool(self.windowed) and self.windowed[layer]
 
     def padded_vocab(self, tp: int) -> int:
         """Return the embedding's rows when `tp` ranks split it; added rows are zeros."""
@@ -114,6 +130,11 @@ class ModelSpec:
             raise ValueError(
                 "learner.parallel.tp must divide the model's key-value heads or be a multiple of "
                 f"them, got tp={tp} and {heads} key-value heads"
+            )
+        if self.family.norms_all_heads and tp > heads:
+            raise ValueError(
+                "learner.parallel.tp must divide the model's key-value heads, whose norm is one "
+                f"over all of them, got tp={tp} and {heads} key-value heads"
             )
         rows = (self.num_heads + 2 * heads) * self.head_dim
         if rows % tp:
@@ -195,6 +216,7 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         initializer_range=_positive(config, "initializer_range", whole=False),
         latent=latent,
         **_experts(config, family, layers),
+        **_windows(config, family, layers, rope),
     )
 
 
@@ -220,6 +242,27 @@ def _latent(config: dict[str, Any]) -> Latent:
             f"key for every head, got {shown(keys_of)} and {heads}"
         )
     return found
+
+
+def _windows(config: dict[str, Any], family: Family, layers: int, rope: Rope) -> dict[str, Any]:
+    """Return the fields of ModelSpec that say what queries do not see."""
+    if config["sliding_window"] is None:
+        return {}
+    window = _count(config, "sliding_window")
+    if family.window == "limit":
+        return {"window_limit": window}
+    # transformers' default of all families that say so by layer
+    kinds = config.get("layer_types") or [
+        "full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(layers)
+    ]
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types must name {layers} layers, got {len(kinds)}")
+    plain = Rope(rope.theta, share=rope.share, interleaved=rope.interleaved)
+    return {
+        "window": window,
+        "windowed": tuple(kind == "sliding_attention" for kind in kinds),
+        "window_rope": plain if family.plain_window and rope != plain else None,
+    }
 
 
 def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:

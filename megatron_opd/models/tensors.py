@@ -86,16 +86,16 @@ def row_shapes(spec: ModelSpec, row: Row) -> tuple[Shape, ...]:
         return ((features, hidden),) * 2
     if row.vocab:
         return ((spec.vocab_size, hidden),)
-    others: dict[str, Shape] = (
-        {} if spec.latent is None else dict(spec.latent.shapes(hidden, spec.num_heads))
-    )
-    others = {
+    together = heads if spec.family.norms_all_heads else (1, 1, 1)
+    latent = {} if spec.latent is None else spec.latent.shapes(hidden, spec.num_heads)
+    others: dict[str, Shape] = {
         "self_attention.linear_proj.weight": (hidden, spec.num_heads * spec.head_dim),
-        "self_attention.q_layernorm.weight": (spec.head_dim,),
-        "self_attention.k_layernorm.weight": (spec.head_dim,),
+        "self_attention.q_layernorm.weight": (together[0] * spec.head_dim,),
+        "self_attention.k_layernorm.weight": (together[1] * spec.head_dim,),
         "mlp.router.weight": (spec.num_experts, hidden),
         SHARED_GATE: (1, hidden),
-    } | others
+        **latent,
+    }
     if row.mcore[0] in others:
         return (others[row.mcore[0]],)
     return ((hidden, features) if row.dim == 1 else (hidden,),)

@@ -5,6 +5,7 @@ uniform over the vocabulary, and a test on an almost uniform distribution cannot
 temperature from a right one.
 """
 
+import json
 from pathlib import Path
 
 import torch
@@ -12,8 +13,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -171,6 +178,51 @@ def tiny_llama(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides:
     model = LlamaForCausalLM(config).float()
     _randomise(model, seed, head_std)
     return _save(model, path, config.vocab_size)
+
+
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def tiny_mistral(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random Mistral checkpoint (float32) to `path` and returns it."""
+    config = MistralConfig(**_without_attention_bias({"sliding_window": None} | overrides))
+    model = MistralForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
+def tiny_olmo2(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random OLMo 2 checkpoint (float32) to `path` and returns it."""
+    config = Olmo2Config(**_shared_config(**overrides))
+    model = Olmo2ForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
+def tiny_olmo3(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random OLMo 3 checkpoint (float32) to `path` and returns it.
+
+    Three of its four layers have a window of 32 positions, the fourth YaRN; config.json says so as
+    published ones do.
+    """
+    yarn = {key: value for key, value in YARN_ROPE.items() if key != "rope_theta"}
+    sizes: dict[str, object] = {"num_hidden_layers": 4, "sliding_window": 32}
+    config = Olmo3Config(
+        **_shared_config(rope_parameters=None, rope_scaling=yarn) | sizes | overrides
+    )
+    model = Olmo3ForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    _save(model, path, config.vocab_size)
+    file = path / "config.json"
+    written = json.loads(file.read_text())
+    del written["rope_parameters"]
+    file.write_text(json.dumps(written | {"rope_theta": 500000.0, "rope_scaling": yarn}))
+    return path
 
 
 def tiny_mixtral(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:

@@ -18,5 +18,6 @@ LLAMA = Family(
     end_token=2,
     heads_fill_hidden=True,
     defaults={**COMMON, "max_position_embeddings": 2048, "num_key_value_heads": None},
+    allowed={"attention_bias": (True,)},
     rope_types=(*ROPE_TYPES, "yarn"),
 )

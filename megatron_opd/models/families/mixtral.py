@@ -24,4 +24,5 @@ MIXTRAL = Family(
         "num_local_experts": 8,
     },
     theta=1e6,
+    window="limit",
 )

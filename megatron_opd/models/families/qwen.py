@@ -17,6 +17,8 @@ from megatron_opd.models.families.family import (
 
 _EXPERTS = expert_rows("mlp.gate", "mlp.experts.{e}", "gate_proj", "up_proj", "down_proj")
 _QWEN = {**COMMON, "max_position_embeddings": 32768, "use_sliding_window": False}
+_QWEN |= {"sliding_window": 4096}
+_WINDOW = {"use_sliding_window": (True,)}
 
 QWEN2 = Family(
     "qwen2",
@@ -24,7 +26,9 @@ QWEN2 = Family(
     (*ATTENTION, QKV_BIAS, POST_NORM, *DENSE_MLP),
     qkv_bias=True,
     defaults={**_QWEN, "num_key_value_heads": 32},
+    allowed=_WINDOW,
     rope_types=(*ROPE_TYPES, "yarn"),
+    window="limit",
 )
 QWEN3 = Family(
     "qwen3",
@@ -32,7 +36,9 @@ QWEN3 = Family(
     (*ATTENTION, *QK_NORM, POST_NORM, *DENSE_MLP),
     qk_norm=True,
     defaults={**_QWEN, "num_key_value_heads": 32, "head_dim": 128},
+    allowed={**_WINDOW, "attention_bias": (True,)},
     rope_types=(*ROPE_TYPES, "yarn"),
+    window="limit",
 )
 QWEN2_MOE = Family(
     "qwen2_moe",
@@ -77,4 +83,6 @@ QWEN3_MOE = Family(
         "decoder_sparse_step": 1,
         "mlp_only_layers": None,
     },
+    allowed=_WINDOW,
+    window="limit",
 )

@@ -43,6 +43,8 @@ ROPES = (
     {},
     None,
 )
+BASE: dict[str, dict[str, Any]] = {"olmo3": {"rope_theta": 500000.0, "num_hidden_layers": 4}}
+"""What a family's config.json must hold."""
 VALUES: dict[str, tuple[Any, ...]] = {
     "num_key_value_heads": (1, 4, 8, None),
     "head_dim": (8, 16, None),
@@ -60,7 +62,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "sliding_window": (32, None),
     "use_sliding_window": (True, False, None),
     "max_window_layers": (1, 28),
-    "layer_types": (["full_attention"] * 2, ["full_attention", "sliding_attention"], None),
+    "layer_types": (
+        ["full_attention"] * 2,
+        ["full_attention", "sliding_attention"],
+        ["full_attention", "sliding_attention"] * 2,
+        None,
+    ),
     "num_experts_per_tok": (1, 2, None),
     "num_experts": (16, 8, None),
     "num_local_experts": (4, 16, None),
@@ -77,7 +84,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
 def configs(draw: st.DrawFn) -> dict[str, Any]:
     keys = draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=8))
     config = {key: draw(st.sampled_from(VALUES[key])) for key in keys}
-    return {"model_type": draw(st.sampled_from(sorted(FAMILIES))), **SIZES, **config}
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    return {"model_type": family, **SIZES, **BASE.get(family, {}), **config}
 
 
 def by_transformers(path: Path) -> Any:
@@ -92,6 +100,10 @@ def by_transformers(path: Path) -> Any:
 def same(spec: ModelSpec, config: Any) -> None:
     """Every field that a learner is built from is transformers'."""
     rope = config.rope_parameters
+    if "full_attention" in rope:
+        plain = spec.window_rope or spec.rope
+        rope, windowed = rope["full_attention"], rope["sliding_attention"]
+        assert (plain.type, plain.theta) == (windowed["rope_type"], windowed["rope_theta"])
     assert (spec.rope.type, spec.rope.theta) == (rope["rope_type"], rope["rope_theta"])
     if spec.rope.type != "default":
         assert spec.rope.factor == rope["factor"]
@@ -112,10 +124,13 @@ def same(spec: ModelSpec, config: Any) -> None:
     assert spec.max_position == config.max_position_embeddings
     assert spec.initializer_range == config.initializer_range
     assert config.hidden_act == "silu"
-    assert not getattr(config, "attention_bias", False)
+    assert getattr(config, "attention_bias", False) == spec.family.o_bias
     assert not getattr(config, "mlp_bias", False)
-    assert set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    assert not getattr(config, "sliding_window", None)
+    window = getattr(config, "sliding_window", None) or None  # Qwen2-MoE has 0 without one
+    assert (spec.window or spec.window_limit) == window
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * spec.num_layers
+    if spec.window_limit is None:
+        assert spec.windowed == (() if window is None else tuple(k[:2] == "sl" for k in kinds))
     if not spec.family.moe:
         return
     assert spec.num_experts == config.num_experts
@@ -166,7 +181,13 @@ def test_what_is_accepted_is_read_as_transformers_reads_it(config: dict[str, Any
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("key", [None, *sorted(VALUES)])
 def test_every_default_and_every_plain_value_is_accepted(family: str, key: str | None):
-    plain = {"model_type": family, **SIZES, "num_key_value_heads": 4, "num_experts": 8}
+    plain = {
+        "model_type": family,
+        **SIZES,
+        **BASE.get(family, {}),
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+    }
     if key is None:
         del plain["num_key_value_heads"], plain["num_experts"]
         plain["num_attention_heads"] = 32  # the default of the key-value heads
@@ -177,10 +198,14 @@ def test_every_default_and_every_plain_value_is_accepted(family: str, key: str |
     for refused in ("attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings"):
         if key == refused:
             plain[key] = False
-    if key == "sliding_window":
-        plain[key] = 32 if family.startswith("qwen") else None
+    if key == "sliding_window" and FAMILIES[family].window == "none":
+        plain[key] = None
     if key == "shared_expert_intermediate_size" and family != "qwen2_moe":
         plain[key] = 0
+    if family in BASE and key in ("rope_parameters", "rope_theta"):
+        return  # one value alone is accepted, and it has been
+    if (family, key) in (("olmo2", "sliding_window"), ("olmo3", "layer_types")):
+        del plain[key]
     ours, theirs = read(plain)
     assert isinstance(ours, ModelSpec), ours
     same(ours, theirs)

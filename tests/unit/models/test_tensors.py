@@ -19,7 +19,10 @@ from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
 from tests.support.models import (
     tiny_llama,
+    tiny_mistral,
     tiny_mixtral,
+    tiny_olmo2,
+    tiny_olmo3,
     tiny_qwen2,
     tiny_qwen2_moe,
     tiny_qwen3,
@@ -28,7 +31,10 @@ from tests.support.models import (
 
 MAKERS: dict[str, Callable[..., Path]] = {
     "llama": tiny_llama,
+    "mistral": tiny_mistral,
     "mixtral": tiny_mixtral,
+    "olmo2": tiny_olmo2,
+    "olmo3": tiny_olmo3,
     "qwen2": tiny_qwen2,
     "qwen2_moe": tiny_qwen2_moe,
     "qwen3": tiny_qwen3,

@@ -1,6 +1,7 @@
 """Counted FLOPs against torch's counter on transformers' models, forward and backward."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ def test_equals_what_torch_counts(name: str, tmp_path: Path):
 
 def test_work_of_samples():
     work = Work.of([(3, 2), (1, 1)])
-    assert work == Work(positions=5, pairs=4 * 5 // 2 + 1, scored=3)
+    assert work == Work(positions=5, pairs=4 * 5 // 2 + 1, scored=3, windowed_pairs=11)
+    assert Work.of([(3, 2), (1, 1)], 2) == replace(work, windowed_pairs=1 + 2 + 2 + 2 + 1)
 
 
 def test_six_times_the_active_parameters_for_short_samples(tmp_path: Path):
