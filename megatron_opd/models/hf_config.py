@@ -67,7 +67,7 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
     if not isinstance(layers, list) or any(each not in kinds for each in layers):
         raise ValueError(f"layer_types must name {' or '.join(kinds)} alone, got {shown(layers)}")
     # null means as many as heads, except where transformers' mixtures refuse it
-    if full["num_key_value_heads"] is None and not family.moe:
+    if full["num_key_value_heads"] is None and (family.latent or not family.moe):
         full["num_key_value_heads"] = full["num_attention_heads"]
     if family.moe:
         own, *others = family.experts_keys

@@ -46,13 +46,12 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 CPU = torch.device("cpu")
 Tensors = dict[str, torch.Tensor]
 RANKS = ServerLayout(2, 1)
-DENSE = {"num_hidden_layers": 2, "first_k_dense_replace": 2}
 REQUESTS = [ragged_request(f"l{i}", 30 + i, 40, seed=i) for i in range(3)]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_deepseek_v3(tmp_path_factory.mktemp("latent") / "model", seed=3, **DENSE)
+    return tiny_deepseek_v3(tmp_path_factory.mktemp("latent") / "model", seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +90,7 @@ async def by_shards(fleet: Fleet, model: Path, tensors: Tensors, staged: float) 
 async def by_broadcast(fleet: Fleet, model: Path, tensors: Tensors) -> None:
     """Sync version 1 in buckets as a learner plans them, of some tensors each."""
     shapes = expected_tensors(read_model_spec(model))
-    buckets = plan_buckets(list(shapes.items()), torch.float32, 20_000)
+    buckets = plan_buckets([(*each, torch.float32) for each in shapes.items()], 20_000)
     group, name = await join(fleet)
     await fleet.pause("retract")
     await fleet.begin_weight_update()

@@ -4,7 +4,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import (
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
@@ -14,7 +13,7 @@ from transformers import (
     Glm4MoeLiteForCausalLM,
 )
 
-from tests.support.models import _randomise, _save, _shared_config
+from tests.support.models import _bias_choices, _randomise, _save, _shared_config
 
 LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
@@ -104,10 +103,7 @@ def _written(
     shared = {k: v for k, v in _shared_config().items() if k != "head_dim"}
     made = model(config(**shared | LATENT | EXPERTS | given | options)).float()
     _randomise(made, seed, head_std)
-    generator = torch.Generator().manual_seed(seed)
-    for name, buffer in made.named_buffers():
-        if name.endswith("e_score_correction_bias"):
-            buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+    _bias_choices(made, seed)
     _save(made, path, made.config.vocab_size)
     file = path / "config.json"
     tree = json.loads(file.read_text()) | published
@@ -124,6 +120,5 @@ def _written(
 
 
 def _generator(seed: int) -> Any:
-    import torch
 
     return torch.Generator().manual_seed(seed)
