@@ -38,6 +38,7 @@ from megatron_opd.learner.lm_head import hide_padded_ids
 from megatron_opd.learner.overrides import build, check_overrides
 from megatron_opd.learner.top_k import sort_choices
 from megatron_opd.learner.world import World
+from megatron_opd.models.families.family import EXPERT_BIAS
 from megatron_opd.models.spec import ModelSpec
 
 COMPILED = frozenset({"layernorm", "moe_act", "mla_up_proj"})
@@ -151,6 +152,16 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
             "moe_layer_freq": [int(holds) for holds in spec.moe_layers],
             # Softmax over the chosen experts equals renormalising a softmax over all of them.
             "moe_router_pre_softmax": not spec.norm_topk_prob,
+            "moe_router_topk_scaling_factor": None if spec.routed_scale == 1 else spec.routed_scale,
+        }
+    if spec.is_moe and spec.family.sigmoid_router:
+        groups, chosen = spec.expert_groups or (None, None)
+        moe |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,  # it is of the checkpoint, and stays so
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": chosen,
         }
     return moe | {
         "num_layers": spec.num_layers,
@@ -257,7 +268,11 @@ def _chunk(
     turn(model, spec, world.device)
     hide_padded_ids(model, spec.num_ids)
     sort_choices(model)
-    return model.to(world.device, config.params_dtype)
+    model.to(world.device, config.params_dtype)
+    for name, held in model.named_buffers():
+        if name.endswith(EXPERT_BIAS):
+            held.data = held.data.float()
+    return model
 
 
 def _built_without_apex(make: Callable[[], GPTModel]) -> GPTModel:

@@ -36,6 +36,7 @@ OWNERS: Names = {
             add_qkv_bias num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk
             moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
             moe_router_topk_scaling_factor moe_router_topk_limited_devices
+            moe_router_score_function moe_router_enable_expert_bias moe_router_bias_update_rate
             moe_shared_expert_intermediate_size moe_shared_expert_gate moe_latent_size"""),
         "learner.parallel": _names("""
             tensor_model_parallel_size pipeline_model_parallel_size
@@ -241,8 +242,7 @@ PASSED: Mapping[type, tuple[str, ...]] = {
         num_layers_at_end_in_bf16 use_kitchen use_kitchen_attention kitchen_attention_backend fp4
         fp4_recipe fp4_param fp4_quantizer_factory quant_recipe moe_router_load_balancing_type
         moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_router_dtype
-        moe_router_force_load_balancing moe_router_score_function moe_router_enable_expert_bias
-        moe_router_bias_update_rate moe_grouped_gemm moe_aux_loss_coeff moe_z_loss_coeff
+        moe_router_force_load_balancing moe_grouped_gemm moe_aux_loss_coeff moe_z_loss_coeff
         moe_input_jitter_eps moe_token_dropping moe_token_dispatcher_type moe_enable_deepep
         moe_flex_dispatcher_backend moe_per_layer_logging moe_expert_capacity_factor
         moe_pad_expert_input_to_capacity moe_token_drop_policy moe_permute_fusion moe_router_fusion

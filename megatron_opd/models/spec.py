@@ -26,7 +26,9 @@ class ModelSpec:
     """Describes the architecture. moe_layers: layers with experts; hidden sizes in features.
 
     shared_ffn_size: features of the experts that every token visits, together; 0: there are none.
-    norm_topk_prob: the chosen experts' probabilities are renormalised to sum 1. tied: the output
+    norm_topk_prob: the chosen experts' probabilities are renormalised to sum 1. routed_scale: what
+    they are multiplied with then. expert_groups: (groups, those of a token), of whose experts alone
+    it chooses, by the sum of a group's two highest scores; None: of all experts. tied: the output
     layer shares the embedding. initializer_range: standard deviation of a fresh weight. window:
     positions that a query sees in the windowed layers, its own included. window_rope: rotary
     positions of those layers; None: as the others'. window_limit: a window that SGLang ignores, so
@@ -51,6 +53,8 @@ class ModelSpec:
     expert_ffn_size: int = 0
     shared_ffn_size: int = 0
     norm_topk_prob: bool = True
+    routed_scale: float = 1.0
+    expert_groups: tuple[int, int] | None = None
     moe_layers: tuple[bool, ...] = ()
     window: int | None = None
     windowed: tuple[bool, ...] = ()
@@ -238,6 +242,8 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
     chosen = _count(config, "num_experts_per_tok", most=MAX_EXPERTS)
     dense: Any = []
     step = 1
+    if "first_k_dense_replace" in family.defaults:
+        dense = list(range(_number(config, "first_k_dense_replace")))
     if "mlp_only_layers" in family.defaults:
         dense = config["mlp_only_layers"] or []
         step = _count(config, "decoder_sparse_step")
@@ -253,7 +259,43 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
         "shared_ffn_size": _shared_ffn_size(config, family),
         "norm_topk_prob": family.sums_topk_to_one or _flag(config, "norm_topk_prob"),
         "moe_layers": moe_layers,
+        **_sigmoid_router(config, family, experts, chosen),
     }
+
+
+def _sigmoid_router(
+    config: dict[str, Any], family: Family, experts: int, chosen: int
+) -> dict[str, Any]:
+    """Return the fields of ModelSpec of routers with sigmoid scores and a correction bias.
+
+    ValueError: Megatron-Core 0.19.2 has no such router.
+    """
+    if not family.sigmoid_router:
+        return {}
+    if chosen < 2:
+        raise ValueError(f"num_experts_per_tok must be >= 2 with sigmoid scores, got {chosen}")
+    if not family.sums_topk_to_one and not _flag(config, "norm_topk_prob"):
+        raise ValueError("norm_topk_prob must be true with sigmoid scores, got False")
+    scale = 1.0
+    if "routed_scaling_factor" in family.defaults:
+        scale = _positive(config, "routed_scaling_factor", whole=False)
+    if "n_group" not in family.defaults:
+        return {"routed_scale": scale}
+    groups, used = _count(config, "n_group"), _count(config, "topk_group")
+    if experts % groups or used > groups:
+        raise ValueError(
+            "n_group must divide the experts and be >= topk_group, got "
+            f"n_group {groups}, {experts} experts and topk_group {used}"
+        )
+    if groups == 1:
+        return {"routed_scale": scale}
+    if chosen // used != 2 or experts // groups < 2 or experts // groups * used < chosen:
+        raise ValueError(
+            "topk_group must be half of num_experts_per_tok where n_group > 1, because the learner "
+            "ranks groups by the sum of num_experts_per_tok // topk_group scores, SGLang by that "
+            f"of 2, got topk_group {used} and num_experts_per_tok {chosen}"
+        )
+    return {"routed_scale": scale, "expert_groups": (groups, used)}
 
 
 def _shared_ffn_size(config: dict[str, Any], family: Family) -> int:
@@ -327,6 +369,13 @@ def _count(config: dict[str, Any], key: str, most: int = MAX_COUNT) -> int:
     value = config[key]
     if type(value) is not int or not 1 <= value <= most:
         raise ValueError(f"{key} must be an integer >= 1 and <= {most}, got {shown(value)}")
+    return value
+
+
+def _number(config: dict[str, Any], key: str) -> int:
+    value = config[key]
+    if type(value) is not int or not 0 <= value <= MAX_LAYERS:
+        raise ValueError(f"{key} must be an integer >= 0 and <= {MAX_LAYERS}, got {shown(value)}")
     return value
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_opd.models.families.family import SHARED_GATE, Row
+from megatron_opd.models.families.family import EXPERT_BIAS, SHARED_GATE, Row
 from megatron_opd.models.families.keys import Key, hf_names, row_of
 from megatron_opd.models.spec import ModelSpec
 
@@ -93,6 +93,7 @@ def row_shapes(spec: ModelSpec, row: Row) -> tuple[Shape, ...]:
         "self_attention.k_layernorm.weight": (together[1] * spec.head_dim,),
         "mlp.router.weight": (spec.num_experts, hidden),
         SHARED_GATE: (1, hidden),
+        EXPERT_BIAS: (spec.num_experts,),
     }
     if row.mcore[0] in others:
         return (others[row.mcore[0]],)

@@ -16,9 +16,9 @@ from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import layer_rows, row_shapes
 from megatron_opd.sizing.activations import BYTES
 from megatron_opd.sizing.learner import GIB
-from sglang_bridge.weights.formats import NUMBERS, PLAIN, SCALES, is_quantised, item_bytes
+from sglang_bridge.weights.formats import EXACT, NUMBERS, PLAIN, SCALES, is_quantised, item_bytes
 
-REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ def weight_bytes(spec: ModelSpec, section: ServerConfig) -> int:
             for name, shape in zip(row.hf, row_shapes(spec, row), strict=True):
                 copies = spec.num_experts if row.expert else 1
                 cut = 1 if row.dim is None or row.served_whole else tp
-                if name.endswith(REPLICATED_HEADS):
+                if cut > 1 and name.endswith(REPLICATED_HEADS):
                     cut = min(tp, spec.num_kv_heads)
                 if section.quantization is None or not is_quantised(name, len(shape)):
-                    total += prod(shape) * copies // cut * sizes[PLAIN]
+                    total += prod(shape) * copies // cut * sizes[EXACT if row.exact else PLAIN]
                     continue
                 total += prod(shape) * copies // cut * sizes[NUMBERS]
                 # ranks that hold some columns of every row hold the scales of all rows

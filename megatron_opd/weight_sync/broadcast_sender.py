@@ -33,24 +33,23 @@ from sglang_bridge.weights.formats import Grid
 
 
 def plan_buckets(
-    manifest: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype, bucket_bytes: int
+    manifest: Sequence[tuple[str, tuple[int, ...], torch.dtype]], bucket_bytes: int
 ) -> list[BucketSpec]:
     """Group consecutive tensors of at most `bucket_bytes` together; a larger tensor is alone."""
-    groups: list[list[tuple[str, tuple[int, ...]]]] = []
+    groups: list[list[tuple[str, tuple[int, ...], torch.dtype]]] = []
     room = -1
-    for name, shape in manifest:
+    for name, shape, dtype in manifest:
         size = torch.Size(shape).numel() * dtype.itemsize
         if size > room:
             groups.append([])
             room = bucket_bytes
-        groups[-1].append((name, shape))
+        groups[-1].append((name, shape, dtype))
         room -= size
-    kind = str(dtype).removeprefix("torch.")
     return [
         BucketSpec(
-            names=tuple(name for name, _ in group),
-            dtypes=(kind,) * len(group),
-            shapes=tuple(shape for _, shape in group),
+            names=tuple(name for name, *_ in group),
+            dtypes=tuple(str(dtype).removeprefix("torch.") for *_, dtype in group),
+            shapes=tuple(shape for _, shape, _ in group),
         )
         for group in groups
     ]
@@ -68,7 +67,7 @@ class BroadcastSender:
     ) -> None:
         self.source, self._host = full, host
         self._round_to: Grid | None = round_to
-        self._buckets = plan_buckets(full.manifest(), full.dtype, bucket_bytes)
+        self._buckets = plan_buckets(full.manifest(), bucket_bytes)
         self._store: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
 

@@ -19,6 +19,8 @@ from sglang_bridge.weights.digest import as_text, slice_digest
 from sglang_bridge.weights.formats import HELD_AS, PLAIN_BYTES, scales_of
 
 KNOWN = frozenset(getattr(torch, name) for name in (*PLAIN_BYTES, *HELD_AS.values()))
+GATES = frozenset({"Glm4MoeGate"})
+"""Names of classes of routers that are no linear layers; importing them takes seconds."""
 WEIGHT, SCALES = "weight", scales_of("weight")
 
 
@@ -108,13 +110,16 @@ def pieces_of(
             yield Piece(f"{owner}.{leaf}", 0, start, length, data.narrow(0, 0, length))
     elif isinstance(module, FusedMoE):
         yield from _experts(module, owner, leaf, data)
-    elif (
-        isinstance(module, linear.ReplicatedLinear | torch.nn.Linear | linear.RowParallelLinear)
-        or data.ndim == 1
-    ):
+    elif data.ndim == 1 or _is_whole(module, linear):
         yield Piece(f"{owner}.{leaf}", 0, 0, data.shape[0], data)  # router, norm, bias, scales
     else:
         raise TypeError(f"{owner}.{leaf}: unknown layer {type(module).__name__}")
+
+
+def _is_whole(module: torch.nn.Module, linear: Any) -> bool:
+    """Returns whether each rank holds all of a layer's matrix, or of a row-parallel one's bias."""
+    whole = (linear.ReplicatedLinear, linear.RowParallelLinear, torch.nn.Linear)
+    return isinstance(module, whole) or type(module).__name__ in GATES
 
 
 def _qkv(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:

@@ -21,6 +21,7 @@ from tests.support.figures import bounded, relative
 from tests.support.models import (
     LLAMA3_ROPE,
     YARN_ROPE,
+    tiny_glm4_moe,
     tiny_llama,
     tiny_mistral,
     tiny_mixtral,
@@ -49,11 +50,12 @@ MAKERS: dict[str, Any] = {
     "mixtral": (tiny_mixtral, ODD),
     "olmo 2": (tiny_olmo2, ODD),
     "olmo 3": (tiny_olmo3, ODD),
+    "glm 4.5": (tiny_glm4_moe, ODD | {"num_hidden_layers": 4}),
     "qwen2 moe": (tiny_qwen2_moe, ODD | {"mlp_only_layers": [0]}),
     "qwen3 moe": (tiny_qwen3_moe, ODD | {"mlp_only_layers": [0]}),
     "four layers": (tiny_qwen3_moe, TIED | {"mlp_only_layers": [1], "num_hidden_layers": 4}),
 }
-SPARSE = ("mixtral", "qwen2 moe", "qwen3 moe")
+SPARSE = ("mixtral", "glm 4.5", "qwen2 moe", "qwen3 moe")
 CONVERTED = (ParallelConfig(), ParallelConfig(tp=2, pp=2))  # cut for one layout, loaded at all
 LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
     "tp1": (1, {}, tuple(MAKERS)),

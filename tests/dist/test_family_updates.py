@@ -11,14 +11,20 @@ from megatron_opd.records.types import Batch
 from tests.dist.caches import make_batch, oracle_update
 from tests.dist.layouts import ADAM, LAYOUTS, gaps, relative_gap, run, weights
 from tests.support.figures import bounded, relative
-from tests.support.models import tiny_qwen2_moe
+from tests.support.models import tiny_glm4_moe, tiny_qwen2_moe
 
 pytestmark = pytest.mark.dist
 
 MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "qwen2 moe": (tiny_qwen2_moe, {}),
+    "glm 4.5": (tiny_glm4_moe, {"num_hidden_layers": 4}),
 }
-CASES = [("qwen2 moe", "tp2"), ("qwen2 moe", "tp2 ep2")]
+CASES = [
+    ("qwen2 moe", "tp2"),
+    ("glm 4.5", "tp2 ep2"),
+    ("glm 4.5", "pp2 vpp2"),
+    ("glm 4.5", "dp2 ep2"),
+]
 Made = tuple[Path, list[Batch], list[dict[str, Any]], Path]
 
 

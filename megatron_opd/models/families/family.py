@@ -28,7 +28,9 @@ class Row:
     global in `hf`. dim: the dimension (of the Hugging Face tensors) that tensor parallelism splits;
     None: replicated. fusion: `qkv` interleaves [q.. q k v] per KV group, `gate_up` stacks both.
     vocab: dimension 0 is the vocabulary, which Megatron pads with rows of zeros. layers: which have
-    the parameter. served_whole: each rank of a server holds it whole, whatever `dim` says.
+    the parameter. served_whole: each rank of a server holds it whole, whatever `dim` says. exact:
+    servers hold it in float32, whatever their dtype. buffer: so does the learner, as a buffer of
+    Megatron's, which no optimizer moves.
     """
 
     mcore: tuple[str, ...]
@@ -39,6 +41,8 @@ class Row:
     vocab: bool = False
     layers: Layers = "all"
     served_whole: bool = False
+    exact: bool = False
+    buffer: bool = False
 
 
 _EMBEDDING = Row(
@@ -71,9 +75,10 @@ QKV_BIAS = Row(
 )
 _O_BIAS = Row(("self_attention.linear_proj.bias",), ("self_attn.o_proj.bias",))
 BIASES = (QKV_BIAS, _O_BIAS)
+KEY_NORM = "self_attention.k_layernorm.weight"
 QK_NORM = (
     Row(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
-    Row(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
+    Row((KEY_NORM,), ("self_attn.k_norm.weight",)),
 )
 HEADS_NORM = tuple(replace(row, dim=0, served_whole=True) for row in QK_NORM)
 POST_NORM = Row(
@@ -96,13 +101,26 @@ DENSE_MLP = (
 )
 
 
-def expert_rows(router: str, expert: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """Return the rows of a mixture-of-experts layer, by their Hugging Face names."""
+EXPERT_BIAS = "mlp.router.expert_bias"
+
+
+def bias_row(name: str) -> Row:
+    """Return the row of what is added to experts' scores where they are chosen, not weighed."""
+    return Row((EXPERT_BIAS,), (name,), layers="moe", exact=True, buffer=True)
+
+
+def expert_rows(
+    router: str, expert: str, gate: str, up: str, down: str, *, exact: bool = False
+) -> tuple[Row, ...]:
+    """Return the rows of a mixture-of-experts layer, by their Hugging Face names.
+
+    exact: servers hold the router's weights in float32, see Row.
+    """
     fc1 = ("mlp.experts.local_experts.{e}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{e}")
     fc2 = ("mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{e}")
     names = tuple(f"{expert}.{part}.weight" for part in (gate, up))
     return (
-        Row(("mlp.router.weight",), (f"{router}.weight",), layers="moe"),
+        Row(("mlp.router.weight",), (f"{router}.weight",), layers="moe", exact=exact),
         Row(fc1, names, 0, "gate_up", expert=True, layers="moe"),
         Row(fc2, (f"{expert}.{down}.weight",), 1, expert=True, layers="moe"),
     )
@@ -144,7 +162,8 @@ class Family:
     transformers wants num_attention_heads to divide hidden_size.
 
     defaults: what transformers takes for a key that is absent. null is another matter: where it is
-    no value of the key, transformers refuses the file. theta: rope_theta where nothing names it.
+    no value of the key, transformers refuses the file. optional_biases: those that attention_bias
+    adds. theta: rope_theta where nothing names it.
     allowed: values of keys which learner, transformers and SGLang all read in this family, beside
     those of hf_config.ONE_SIDED. reads: keys of that table of which all of them read every value.
     rope_types: rotary positions that all of them know. rotary_share: default of
@@ -172,6 +191,7 @@ class Family:
     heads_fill_hidden: bool = False
     top: tuple[Row, ...] = TOP
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    optional_biases: tuple[Row, ...] = BIASES
     theta: float = 1e4
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, compare=False)
     reads: frozenset[str] = frozenset()
@@ -183,15 +203,24 @@ class Family:
     check: Callable[[Mapping[str, Any]], None] | None = field(default=None, compare=False)
 
     @property
+    def sigmoid_router(self) -> bool:
+        """Returns whether experts are scored by sigmoids and chosen with a bias."""
+        return any(row.mcore[0] == EXPERT_BIAS for row in self.layer)
+
+    @property
     def shared_gate(self) -> bool:
         """Returns whether a gate weighs the output of the shared experts."""
         return any(row.mcore[0] == SHARED_GATE for row in self.layer)
 
     def of(self, config: Mapping[str, Any]) -> Family:
         """Return the family with the parameters that this complete config.json asks for."""
+        family = self
+        if "use_qk_norm" in self.defaults and config["use_qk_norm"]:
+            family = replace(family, layer=(*family.layer, *QK_NORM), qk_norm=True)
         if not config.get("attention_bias"):
-            return self
-        return replace(self, layer=(*self.layer, *BIASES), qkv_bias=True, o_bias=True)
+            return family
+        layer, o_bias = (*family.layer, *self.optional_biases), _O_BIAS in self.optional_biases
+        return replace(family, layer=layer, qkv_bias=True, o_bias=o_bias)
 
 
 COMMON: Mapping[str, Any] = {

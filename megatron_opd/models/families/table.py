@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_opd.models.families.family import Family
+from megatron_opd.models.families.glm import GLM4_MOE
 from megatron_opd.models.families.llama import LLAMA
 from megatron_opd.models.families.mistral import MISTRAL
 from megatron_opd.models.families.mixtral import MIXTRAL
@@ -11,7 +12,10 @@ from megatron_opd.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
 FAMILIES = {
     family.name: family
-    for family in (LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+    for family in (
+        *(GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3),
+        *(QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE),
+    )
 }
 
 
