@@ -327,8 +327,8 @@ def _sigmoid_router(
     if chosen // used != 2 or experts // groups < 2 or experts // groups * used < chosen:
         raise ValueError(
             "topk_group must be half of num_experts_per_tok where n_group > 1, because the learner "
-            "ranks groups by the sum of num_experts_per_tok // topk_group scores, SGLang by that of "
-            f"2, got topk_group {used} and num_experts_per_tok {chosen}"
+            "ranks groups by the sum of num_experts_per_tok // topk_group scores, SGLang by that "
+            f"of 2, got topk_group {used} and num_experts_per_tok {chosen}"
         )
     return {"routed_scale": scale, "expert_groups": (groups, used)}
 

@@ -48,7 +48,7 @@ CPU_ARGUMENTS = {
 # An idle scheduler spins on its sockets otherwise: a whole core for each server, taken from others.
 CPU_FLAGS = ("--sleep-on-idle",)
 EXIT_INTERRUPTED = 130
-GPU_FLAGS = ("--enable-fp32-lm-head",)
+GPU_FLAGS = ("--enable-fp32-lm-head", "--disable-shared-experts-fusion")
 NEVER_IMPORTED = ("megatron",)
 """Packages that SGLang imports where they are installed, and no server needs: its debug dumper
 looks for Megatron's parallel state, which costs half of a start's processor time."""

@@ -111,14 +111,7 @@ def _written(
     tree["rope_theta"] = rope.pop("rope_theta")
     stretched = rope.pop("rope_type") != "default"
     tree["rope_scaling"] = rope if stretched else None
-    for name in ("head_dim", "qk_head_dim"):
+    for name in ("head_dim", "qk_head_dim", *unpublished):
         tree.pop(name, None)
-    file.write_text(
-        json.dumps({k: v for k, v in tree.items() if (k, v) != ("mlp_layer_types", None)})
-    )
+    file.write_text(json.dumps(tree))
     return path
-
-
-def _generator(seed: int) -> Any:
-
-    return torch.Generator().manual_seed(seed)

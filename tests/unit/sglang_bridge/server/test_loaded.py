@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from sglang_bridge.ports import free_port
 from sglang_bridge.server import loaded
 from sglang_bridge.server.entry import offer_standins
 from tests.support.models import (
+    tiny_glm4_moe,
     tiny_llama,
     tiny_mixtral,
     tiny_qwen2,
@@ -28,6 +30,7 @@ offer_standins()
 
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
 FAMILIES = {
+    "glm4_moe": partial(tiny_glm4_moe, first_k_dense_replace=0),
     "llama": tiny_llama,
     "mixtral": tiny_mixtral,
     "qwen2": tiny_qwen2,
