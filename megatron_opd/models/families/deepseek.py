@@ -35,7 +35,7 @@ _LATENT = {
 }
 
 
-def _require(config: Mapping[str, Any], **wanted: Any) -> None:
+def _require(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
     """Raise ValueError unless the keys, which SGLang asks for, have these values."""
     for key, value in wanted.items():
         if config.get(key) != value:
@@ -56,7 +56,9 @@ def _check_heads(config: Mapping[str, Any]) -> None:
 
 def _check_v2(config: Mapping[str, Any]) -> None:
     _check_heads(config)
-    _require(config, scoring_func="softmax", moe_layer_freq=1, n_group=1, topk_group=1)
+    _require(
+        config, {"scoring_func": "softmax", "moe_layer_freq": 1, "n_group": 1, "topk_group": 1}
+    )
     if config["topk_method"] != "greedy":
         raise ValueError(
             f"topk_method must be 'greedy', as in V2-Lite, got {shown(config['topk_method'])}: "
@@ -69,12 +71,12 @@ def _check_v2(config: Mapping[str, Any]) -> None:
 
 def _check_v3(config: Mapping[str, Any]) -> None:
     _check_heads(config)
-    _require(config, scoring_func="sigmoid", topk_method="noaux_tc", moe_layer_freq=1)
+    _require(config, {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1})
 
 
 def _check_glm(config: Mapping[str, Any]) -> None:
     _check_heads(config)
-    _require(config, topk_method="noaux_tc", first_k_dense_replace=1)
+    _require(config, {"topk_method": "noaux_tc", "first_k_dense_replace": 1})
     if config["num_key_value_heads"] is None:
         raise ValueError(
             "num_key_value_heads must be an integer, got None: transformers refuses the file"

@@ -17,6 +17,11 @@ from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.rope import Rope
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
+from tests.support.latent_models import (
+    tiny_deepseek_v2,
+    tiny_deepseek_v3,
+    tiny_glm4_moe_lite,
+)
 from tests.support.models import (
     tiny_glm4_moe,
     tiny_llama,
@@ -31,7 +36,10 @@ from tests.support.models import (
 )
 
 MAKERS: dict[str, Callable[..., Path]] = {
+    "deepseek_v2": tiny_deepseek_v2,
+    "deepseek_v3": tiny_deepseek_v3,
     "glm4_moe": tiny_glm4_moe,
+    "glm4_moe_lite": tiny_glm4_moe_lite,
     "llama": tiny_llama,
     "mistral": tiny_mistral,
     "mixtral": tiny_mixtral,

@@ -12,7 +12,10 @@ from megatron_opd.models.families.table import FAMILIES
 from sglang_bridge.server import pieces
 
 OWNER = {
+    "deepseek_v2": "model.layers.3.mlp.experts",
+    "deepseek_v3": "model.layers.3.mlp.experts",
     "glm4_moe": "model.layers.3.mlp.experts",
+    "glm4_moe_lite": "model.layers.3.mlp.experts",
     "qwen2_moe": "model.layers.3.mlp.experts",
     "qwen3_moe": "model.layers.3.mlp.experts",
     "mixtral": "model.layers.3.block_sparse_moe.experts",
