@@ -19,6 +19,8 @@ from megatron_opd.sizing.activations import BYTES
 from megatron_opd.sizing.learner import GIB
 from sglang_bridge.weights.formats import EXACT, NUMBERS, PLAIN, SCALES, is_quantised, item_bytes
 
+COPIED = "kv_b_proj.weight"
+"""A matrix of which SGLang computes with a copy (sglang_bridge/server/compat/mla.py)."""
 REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight")
 
 
@@ -60,7 +62,7 @@ def weight_bytes(spec: ModelSpec, section: ServerConfig) -> int:
     for layer in range(spec.num_layers):
         for _, row in layer_rows(spec, layer):
             for name, shape in zip(row.hf, row_shapes(spec, row), strict=True):
-                copies = spec.num_experts if row.expert else 1
+                copies = spec.num_experts if row.expert else 2 if name.endswith(COPIED) else 1
                 cut = 1 if row.dim is None or row.served_whole else tp
                 if cut > 1 and name.endswith(REPLICATED_HEADS):
                     cut = min(tp, spec.num_kv_heads)
