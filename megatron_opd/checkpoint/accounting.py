@@ -14,6 +14,7 @@ from safetensors import safe_open
 from megatron_opd.checkpoint.digest import Numbers
 from megatron_opd.checkpoint.hf_files import IGNORED, stored_tensors
 from megatron_opd.checkpoint.megatron_reader import EMBEDDING, HEAD, MegatronSource
+from megatron_opd.models.families.family import EXPERT_BIAS
 from megatron_opd.models.spec import ModelSpec
 
 
@@ -24,7 +25,8 @@ def hf_numbers(path: Path, spec: ModelSpec, dtype: torch.dtype | None) -> Number
         with safe_open(file, framework="pt") as tensors:  # pyright: ignore[reportUnknownVariableType]
             for name in tensors.keys():  # noqa: SIM118  (not a mapping)
                 if not name.endswith(IGNORED) and not (spec.tied and name == "lm_head.weight"):
-                    found = found.plus(_cast(tensors.get_tensor(name), dtype))
+                    kept = name.endswith(_buffer_names(spec))
+                    found = found.plus(_cast(tensors.get_tensor(name), None if kept else dtype))
     return found
 
 
@@ -38,8 +40,13 @@ def megatron_numbers(path: Path, spec: ModelSpec, dtype: torch.dtype | None) -> 
         for offset, piece in stored.stored_pieces(key):
             if is_head or key.endswith(EMBEDDING):
                 piece = piece[: max(0, spec.vocab_size - offset[0])]
-            found = found.plus(_cast(piece, dtype))
+            found = found.plus(_cast(piece, None if key.endswith(EXPERT_BIAS) else dtype))
     return found
+
+
+def _buffer_names(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the ends of the names of tensors that no conversion casts."""
+    return tuple(name for row in spec.family.layer if row.buffer for name in row.hf)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:

@@ -20,7 +20,7 @@ import torch
 from megatron_opd.checkpoint.crew import Crew
 from megatron_opd.checkpoint.digest import entry_of
 from megatron_opd.checkpoint.part_dir import PartDir
-from megatron_opd.models.families.keys import Key
+from megatron_opd.models.families.keys import Key, row_of
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import hf_shapes
 
@@ -132,6 +132,11 @@ def grouped(
             unit, total = [], 0
         held[home] = [*unit, key], total + size
     yield from (tuple(unit) for unit, _ in held.values() if unit)
+
+
+def cast_to(spec: ModelSpec, key: Key, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return what a parameter is cast to; None: it keeps its dtype, as a buffer always does."""
+    return None if row_of(spec.family, key).buffer else dtype
 
 
 def bytes_of(spec: ModelSpec, key: Key, dtype: torch.dtype) -> int:

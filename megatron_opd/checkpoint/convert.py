@@ -32,7 +32,7 @@ class FreshSource:
     ) -> torch.Tensor:
         """Return one slice of the tensor that this name and seed always give."""
         if len(shape) == 1:
-            return torch.zeros(length) if name.endswith(".bias") else torch.ones(length)
+            return torch.zeros(length) if name.endswith("bias") else torch.ones(length)
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
         full = torch.empty(shape).normal_(std=self.std, generator=generator)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -30,6 +30,8 @@ def export_hf(
 ) -> None:
     """Write `tensors`, cast to `dtype`, with the configuration and tokenizer of `source`.
 
+    Buffers of the model (families.family.Row) stay in float32.
+
     `target` appears complete or not at all; an earlier checkpoint there is replaced.
     max_file_bytes: a new safetensors file is begun before one would exceed it. may_name: called
     when all is written; raises when `target` must not appear. chat_template: in place of the
@@ -40,7 +42,7 @@ def export_hf(
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    _write_tensors(tensors, part, dtype, max_file_bytes)
+    _write_tensors(_cast(tensors, source, dtype), part, max_file_bytes)
     copy_description(source, part, dtype)
     if chat_template is not None:
         put_template(part, chat_template)
@@ -59,9 +61,18 @@ def export_hf(
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _write_tensors(
-    tensors: Iterable[tuple[str, torch.Tensor]], part: Path, dtype: torch.dtype, limit: int
-) -> None:
+def _cast(
+    tensors: Iterable[tuple[str, torch.Tensor]], source: Path, dtype: torch.dtype
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield copies on the host: the stream may hand out views of live parameters."""
+    rows = read_model_spec(source).family.layer
+    exact = tuple(name for row in rows if row.buffer for name in row.hf)
+    for name, tensor in tensors:
+        kind = torch.float32 if name.endswith(exact) else dtype
+        yield name, tensor.detach().to("cpu", kind, copy=True).contiguous()
+
+
+def _write_tensors(tensors: Iterator[tuple[str, torch.Tensor]], part: Path, limit: int) -> None:
     files: list[list[str]] = []
     held: dict[str, torch.Tensor] = {}
     held_bytes = total = 0
@@ -74,12 +85,11 @@ def _write_tensors(
         held.clear()
 
     for name, tensor in tensors:
-        size = tensor.numel() * dtype.itemsize
+        size = tensor.nbytes
         if held and held_bytes + size > limit:
             flush()
             held_bytes = 0
-        # A copy: the stream may hand out views of live parameters.
-        held[name] = tensor.detach().to("cpu", dtype, copy=True).contiguous()
+        held[name] = tensor
         held_bytes += size
         total += size
     flush()

@@ -22,6 +22,7 @@ CONTENT = {"singleton_local_shards": True}
 _QKV_NORM = "self_attention.linear_qkv.layer_norm_weight"
 _FC1_NORM = "mlp.linear_fc1.layer_norm_weight"
 _MLP_NORM = "pre_mlp_layernorm.weight"
+_LATENT_NORM = "_up_proj.layer_norm_weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +80,8 @@ def _paths(spec: ModelSpec, key: Key) -> tuple[str, ...]:
     elif _FC1_NORM in row.mcore:
         # With experts no linear layer follows the norm; Megatron's local layers still say so.
         inner = (_MLP_NORM, _FC1_NORM) if spec.moe_layers[key.layer] else (_FC1_NORM,)
+    elif row.mcore[-1].endswith(_LATENT_NORM):
+        inner = row.mcore[::-1]
     elif row.expert:
         inner = (row.mcore[0].replace("local_experts.{e}", f"experts.{key.expert}"),)
     return tuple(f"decoder.layers.{key.layer}.{name}" for name in inner)

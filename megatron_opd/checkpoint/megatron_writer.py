@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron_opd.checkpoint.conversion import cast_to
 from megatron_opd.checkpoint.digest import entry_of
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.checkpoint.megatron_names import CONTENT, state_keys, written_keys
@@ -121,8 +122,8 @@ class _Streamed(DefaultSavePlanner):
         parts: list[torch.Tensor] = []
         for name, shape in hf_shapes(spec, key).items():
             tensor = self._source.read(name, shape, 0, 0, shape[0])
-            if self._target.dtype is not None:
-                tensor = tensor.to(self._target.dtype)
+            if (dtype := cast_to(spec, key, self._target.dtype)) is not None:
+                tensor = tensor.to(dtype)
             self.tensors[name] = entry_of(tensor)
             parts.append(tensor)
         if row.fusion != "gate_up":
@@ -190,7 +191,9 @@ def _empty_state() -> io.BytesIO:
 
 def _items(source: SafetensorsSource, target: Target, key: Key) -> list[WriteItem]:
     shapes = hf_shapes(target.spec, key)
-    dtypes = {name: target.dtype or source.dtype_of(name) for name in shapes}
+    dtypes = {
+        name: cast_to(target.spec, key, target.dtype) or source.dtype_of(name) for name in shapes
+    }
     if len(set(dtypes.values())) > 1:
         kinds = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise ValueError(f"{source.path}: tensors of one parameter must share a dtype, got {kinds}")

@@ -16,6 +16,7 @@ from megatron_opd.checkpoint.conversion import (
     ConversionReport,
     Record,
     bytes_of,
+    cast_to,
     grouped,
     plan_of,
     require_same,
@@ -66,7 +67,7 @@ def megatron_to_hf(
     stored = MegatronSource(source, spec)
     keys = stored.checked_keys()
     _check_own_config(source, model, spec)
-    kind_of = {key: dtype or stored.dtype_of(key) for key in keys}
+    kind_of = {key: cast_to(spec, key, dtype) or stored.dtype_of(key) for key in keys}
     sizes = {key: bytes_of(spec, key, kind) for key, kind in kind_of.items()}
     units = list(grouped(keys, sizes.values(), [0] * len(keys), max_file_bytes))
     options = {"model": str(model.resolve()), "max_file_bytes": max_file_bytes}

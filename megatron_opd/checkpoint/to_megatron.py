@@ -14,6 +14,7 @@ from megatron_opd.checkpoint.conversion import (
     ConversionReport,
     Record,
     bytes_of,
+    cast_to,
     grouped,
     plan_of,
     run,
@@ -55,7 +56,11 @@ def hf_to_megatron(
     check_tensors(tensors.tensors, spec, source)
     keys = list(model_keys(spec))
     sizes = {
-        key: bytes_of(spec, key, dtype or tensors.dtype_of(next(iter(hf_shapes(spec, key)))))
+        key: bytes_of(
+            spec,
+            key,
+            cast_to(spec, key, dtype) or tensors.dtype_of(next(iter(hf_shapes(spec, key)))),
+        )
         for key in keys
     }
     homes = [_home(spec, parallel, key) for key in keys]

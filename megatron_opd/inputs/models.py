@@ -90,6 +90,7 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
     check_support(config, student)
     check_context(config, models)
     check_sharding(config, models)
+    check_latent(config, models)
     check_memory(config, models)
     lines = (f"{role}.model {models[role].path}: {what} not here" for role, what in absent.items())
     return CheckedModels(models, tokenizer, tuple(lines), ends, notes=tuple(notes))
@@ -291,6 +292,7 @@ def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
             ("tp", section.tp, "attention heads", spec.num_heads),
             ("tp", section.tp, "feed-forward features", spec.ffn_size),
             ("ep", section.ep, "experts", spec.num_experts),
+            *spec.shared_rules(section.tp),
         )
         for name, degree, what, count in rules:
             if degree > 1 and (count == 0 or count % degree):
@@ -314,6 +316,24 @@ def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
             raise UserError(
                 f"{key}.tp must divide the model's key-value heads or be a multiple of them, "
                 f"got tp={section.tp} and {heads} key-value heads"
+            )
+
+
+def check_latent(config: Config, models: Mapping[Role, ModelFacts]) -> None:
+    """Check that nothing is asked of latent attention that servers do not have for it."""
+    for key, facts in models.items():
+        if facts.spec.latent is None:
+            continue
+        quantised = section_of(config, key).quantization
+        if quantised is not None:
+            raise UserError(
+                f"{key}.quantization must be null with latent attention, of whose matrices SGLang "
+                f"keeps copies in other numbers, got {quantised}"
+            )
+        if config.run.deterministic:
+            raise UserError(
+                f"run.deterministic must be false with latent attention, as {key}.model has it: "
+                "its products depend on what is computed beside them; leave it out"
             )
 
 

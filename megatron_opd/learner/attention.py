@@ -228,13 +228,17 @@ class PackedAttention(MegatronModule):
         packed_seq_params: Packing,
         **_: Any,
     ) -> torch.Tensor:
-        """Map [s, 1, h, d] and twice [s, 1, h_kv, d] to [s, 1, h * d]."""
+        """Map [s, 1, h, d], [s, 1, h_kv, d] and [s, 1, h_kv, e] to [s, 1, h * e]."""
         packing = packed_seq_params
         queries, keys = packing.queries, packing.keys
         assert queries is not None
         assert keys is not None
         assert packing.positions_s is not None
-        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        # latent attention has dropped the batch already
+        q, k, v = (x.squeeze(1) if x.ndim == 4 else x for x in (query, key, value))
+        width = v.shape[-1]
+        if width < q.shape[-1]:  # with one size torch keeps no [L, L'] of the softmax
+            v = F.pad(v, (0, q.shape[-1] - width))
         position_s = None
         if packing.order_S is not None:
             k, v = whole_sequence(k, packing.order_S), whole_sequence(v, packing.order_S)
@@ -257,7 +261,7 @@ class PackedAttention(MegatronModule):
             place_BL = None if position_s is None else queries.pad(position_s)
             padded = self._attend(queries.pad(q), keys.pad(k), keys.pad(v), place_BL)
             out = padded.flatten(0, 1)[queries.padded_S]
-        return out.reshape(out.shape[0], 1, -1)
+        return out[..., :width].reshape(out.shape[0], 1, -1)
 
     def _attend(
         self,

@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_opd.learner.attention import RMSNorm, local_layer, rotary_frequencies
+from megatron_opd.learner.mla import latent_layer
 from megatron_opd.models.spec import ModelSpec
 
 
@@ -44,6 +45,8 @@ def layer_spec(
     windowed: its queries see the last spec.window positions.
     """
     family, experts = spec.family, spec.num_experts if moe else None
+    if spec.latent is not None:
+        return latent_layer(experts, engine=engine, grouped=config.moe_grouped_gemm)
     if engine:
         layer = get_gpt_layer_with_transformer_engine_spec(
             num_experts=experts,

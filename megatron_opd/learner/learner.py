@@ -121,7 +121,7 @@ class MegatronLearner:
         return LearnerInfo(
             world_size=self.world.size,
             data_parallel_size=self.world.parallel.dp,
-            parameters=sum(math.prod(shape) for _, shape in self.full.manifest()),
+            parameters=sum(math.prod(shape) for _, shape, _ in self.full.manifest()),
             vocab_size=self.spec.num_ids,
             dtype=self.config.dtype,
             backend=dist.get_backend(),

@@ -22,7 +22,10 @@ from megatron.core.transformer.transformer_block import (
     TransformerBlockSubmodules,
     get_num_layers_to_build,
 )
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
 from megatron_opd.config.kernels import Kernels
@@ -35,9 +38,11 @@ from megatron_opd.learner.attention import (
 from megatron_opd.learner.gated import keep_less
 from megatron_opd.learner.layers import layer_spec, norm_class, turn
 from megatron_opd.learner.lm_head import hide_padded_ids
+from megatron_opd.learner.mla import latent_fields, place_rotary
 from megatron_opd.learner.overrides import build, check_overrides
 from megatron_opd.learner.top_k import sort_choices
 from megatron_opd.learner.world import World
+from megatron_opd.models.families.family import EXPERT_BIAS
 from megatron_opd.models.spec import ModelSpec
 
 COMPILED = frozenset({"layernorm", "moe_act", "mla_up_proj"})
@@ -63,6 +68,7 @@ def transformer_config(
     ValueError: `learner.megatron` has a field that it must not, or Megatron refuses the whole.
     """
     parallel, dtype = config.parallel, DTYPES[config.dtype]
+    target = TransformerConfig if spec.latent is None else MLATransformerConfig
     deterministic = bool(config.megatron.get("deterministic_mode"))
     speedups = choose_speedups(
         config, kernels, cuda=cuda, moe=spec.is_moe, deterministic=deterministic
@@ -76,7 +82,7 @@ def transformer_config(
         "bias_activation_fusion": cuda,
         "gradient_accumulation_fusion": kernels.fused_gradients,
         # Otherwise every layer asks the GPU for every segment's length, twice.
-        "apply_rope_fusion": kernels.engine,
+        "apply_rope_fusion": kernels.engine and spec.latent is None,
     }
     if config.recompute == "full":
         defaults |= {"recompute_method": "uniform", "recompute_num_layers": 1}
@@ -91,7 +97,7 @@ def transformer_config(
             "moe_grouped_gemm": kernels.engine,
             "moe_permute_fusion": speedups.permute,
         }
-    chosen = defaults | check_overrides("learner.megatron", TransformerConfig, config.megatron)
+    chosen = defaults | check_overrides("learner.megatron", target, config.megatron)
     _check_chosen(config, chosen)
     fixed = _architecture(spec) | {
         "recompute_granularity": None if config.recompute == "none" else config.recompute,
@@ -112,7 +118,7 @@ def transformer_config(
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": parallel.expert_tp,
     }
-    return build("learner.megatron", TransformerConfig, chosen | fixed)
+    return build("learner.megatron", target, chosen | fixed)
 
 
 def _check_chosen(config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
@@ -146,11 +152,23 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
             "num_moe_experts": spec.num_experts,
             "moe_ffn_hidden_size": spec.expert_ffn_size,
             "moe_router_topk": spec.experts_per_token,
+            "moe_shared_expert_intermediate_size": spec.shared_ffn_size or None,
+            "moe_shared_expert_gate": spec.family.shared_gate,
             "moe_layer_freq": [int(holds) for holds in spec.moe_layers],
             # Softmax over the chosen experts equals renormalising a softmax over all of them.
             "moe_router_pre_softmax": not spec.norm_topk_prob,
+            "moe_router_topk_scaling_factor": None if spec.routed_scale == 1 else spec.routed_scale,
         }
-    return moe | {
+    if spec.is_moe and spec.family.sigmoid_router:
+        groups, chosen = spec.expert_groups or (None, None)
+        moe |= {
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.0,  # it is of the checkpoint, and stays so
+            "moe_router_num_groups": groups,
+            "moe_router_group_topk": chosen,
+        }
+    found = moe | {
         "num_layers": spec.num_layers,
         "hidden_size": spec.hidden_size,
         "num_attention_heads": spec.num_heads,
@@ -171,6 +189,7 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "no_rope_freq": [int(unturned) for unturned in spec.unturned] or None,
         "window_attn_skip_freq": [int(windowed) for windowed in spec.windowed] or None,
     }
+    return found if spec.latent is None else found | latent_fields(spec.latent, spec.rope)
 
 
 def _layer_specs(
@@ -252,6 +271,24 @@ def _chunk(
     )
     if not engine:
         keep_less(model)
+    if spec.latent is not None:
+        place_rotary(model, spec, world.device, engine=engine)
+    else:
+        _place_rotary(model, spec, config, world)
+    hide_padded_ids(model, spec.num_ids)
+    sort_choices(model)
+    model.to(world.device, config.params_dtype)
+    for name, held in model.named_buffers():
+        if name.endswith(EXPERT_BIAS):
+            held.data = held.data.float()
+    return model
+
+
+def _place_rotary(
+    model: GPTModel, spec: ModelSpec, config: TransformerConfig, world: World
+) -> None:
+    """Give the model its rotary positions."""
+    if not world.kernels.engine:
         model.rotary_pos_emb = PackedRotary(
             spec.head_dim,
             rotary_percent=spec.rope.share,
@@ -260,9 +297,6 @@ def _chunk(
             use_cpu_initialization=config.use_cpu_initialization,
         )
     turn(model, spec, world.device)
-    hide_padded_ids(model, spec.num_ids)
-    sort_choices(model)
-    return model.to(world.device, config.params_dtype)
 
 
 def _built_without_apex(make: Callable[[], GPTModel]) -> GPTModel:

@@ -17,10 +17,10 @@ import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from megatron_opd.learner.settings import (
-    PASSED,
-    REMOVED,
     owner_of,
+    passed,
     refusal_of,
+    removal_of,
     value_refusal_of,
 )
 
@@ -44,15 +44,14 @@ def check_overrides(
         refusal = refusal_of(target, name)
         if refusal is not None:
             raise ValueError(f"{section}.{name} must be left out: {refusal}")
-        if name in REMOVED[target]:
-            raise ValueError(
-                f"{section}.{name} is gone from Megatron-Core 0.19: {REMOVED[target][name]}"
-            )
+        removal = removal_of(target, name)
+        if removal is not None:
+            raise ValueError(f"{section}.{name} is gone from Megatron-Core 0.19: {removal}")
         refusal = value_refusal_of(target, name, value)
         if refusal is not None:
             raise ValueError(f"{section}.{name} must not be {value}: {refusal}")
-        if name not in PASSED[target]:
-            near = difflib.get_close_matches(name, sorted({*PASSED[target], *beside}), n=1)
+        if name not in passed(target):
+            near = difflib.get_close_matches(name, sorted({*passed(target), *beside}), n=1)
             hinted = f"; did you mean {near[0]}?" if near else ""
             raise ValueError(
                 f"{section}.{name} is not a field of Megatron's {target.__name__} that YAML can set"

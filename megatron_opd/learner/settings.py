@@ -12,7 +12,10 @@ from collections.abc import Mapping
 
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import (
+    MLATransformerConfig,
+    TransformerConfig,
+)
 
 Names = Mapping[type, Mapping[str, tuple[str, ...]]]
 
@@ -36,6 +39,7 @@ OWNERS: Names = {
             add_qkv_bias num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_router_topk
             moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
             moe_router_topk_scaling_factor moe_router_topk_limited_devices
+            moe_router_score_function moe_router_enable_expert_bias moe_router_bias_update_rate
             moe_shared_expert_intermediate_size moe_shared_expert_gate moe_latent_size"""),
         "learner.parallel": _names("""
             tensor_model_parallel_size pipeline_model_parallel_size
@@ -48,6 +52,12 @@ OWNERS: Names = {
             calculate_per_token_loss variable_seq_lengths perform_initialization
             use_cpu_initialization microbatch_group_size_per_vp_stage mtp_num_layers
             defer_embedding_wgrad_compute moe_hybridep_pad_uneven_dispatch_inputs"""),
+    },
+    MLATransformerConfig: {
+        MODEL: _names("""
+            q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type
+            rotary_base rotary_percent rotary_scaling_factor original_max_position_embeddings
+            beta_fast beta_slow mscale mscale_all_dim"""),
     },
     DistributedDataParallelConfig: {LEARNER: _names("use_distributed_optimizer")},
     OptimizerConfig: {
@@ -110,9 +120,9 @@ REFUSED: Names = {
             enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
             cuda_graph_warmup_steps external_cuda_graph cuda_graph_impl cuda_graph_modules
             cuda_graph_scope delay_offload_until_cuda_graph"""),
-        "the learner builds no shared experts": _names("""
-            moe_shared_expert_overlap use_grouped_gemm_for_shared_expert
-            moe_shared_expert_glu_interleave_size"""),
+        "it computes shared experts in a way that no test here has run": _names(
+            "moe_shared_expert_overlap use_grouped_gemm_for_shared_expert"
+        ),
         "it drops tokens of a full expert rank, or stops the run": _names("""
             moe_expert_rank_capacity_factor moe_paged_stash moe_paged_stash_page_size
             moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu"""),
@@ -122,7 +132,7 @@ REFUSED: Names = {
         "it is of quantile balancing, which passes over routing replay and over fillers; use "
         "moe_router_load_balancing_type: aux_loss": _names("moe_router_quantile_balancing_ema"),
         "it reads gate and up projections of experts in another order than checkpoints have": (
-            _names("moe_mlp_glu_interleave_size")
+            _names("moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size")
         ),
         "experts' weights would get names that checkpoints and weight syncs do not know": _names(
             "moe_single_grouped_weight moe_single_grouped_bias"
@@ -162,6 +172,12 @@ REFUSED: Names = {
         "experts would get no mask of fillers; use learner.recompute: selective, or fewer "
         "learner.max_tokens_per_microbatch": _names("mlp_chunks_for_training"),
     },
+    MLATransformerConfig: {
+        "it is of Megatron's own inference, and SGLang samples here": _names("cache_mla_latents"),
+        "it joins weights under a name that checkpoints and weight syncs do not know": _names(
+            "mla_down_proj_fusion"
+        ),
+    },
     DistributedDataParallelConfig: {
         FSDP: _names("""
             use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy
@@ -198,6 +214,7 @@ REMOVED: Mapping[type, Mapping[str, str]] = {
         "async_tensor_model_parallel_allreduce": "leave it out: it is always so",
     },
     DistributedDataParallelConfig: {"preserve_fp32_weights": "leave it out"},
+    MLATransformerConfig: {},
     OptimizerConfig: {"muon_use_nesterov": ADAMW},
 }
 """What Megatron-Core 0.16 had and 0.19 has not, and what to do instead."""
@@ -241,14 +258,14 @@ PASSED: Mapping[type, tuple[str, ...]] = {
         num_layers_at_end_in_bf16 use_kitchen use_kitchen_attention kitchen_attention_backend fp4
         fp4_recipe fp4_param fp4_quantizer_factory quant_recipe moe_router_load_balancing_type
         moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_router_dtype
-        moe_router_force_load_balancing moe_router_score_function moe_router_enable_expert_bias
-        moe_router_bias_update_rate moe_grouped_gemm moe_aux_loss_coeff moe_z_loss_coeff
+        moe_router_force_load_balancing moe_grouped_gemm moe_aux_loss_coeff moe_z_loss_coeff
         moe_input_jitter_eps moe_token_dropping moe_token_dispatcher_type moe_enable_deepep
         moe_flex_dispatcher_backend moe_per_layer_logging moe_expert_capacity_factor
         moe_pad_expert_input_to_capacity moe_token_drop_policy moe_permute_fusion moe_router_fusion
         moe_apply_probs_on_input moe_flex_dispatcher_num_sms cp_comm_type
         clone_scatter_output_in_embedding disable_parameter_transpose_cache config_logger_dir
         batch_invariant_mode use_te_activation_func transformer_impl"""),
+    MLATransformerConfig: (),
     DistributedDataParallelConfig: _names("""
         grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather align_param_gather
         num_distributed_optimizer_instances check_for_nan_in_grad check_for_large_grads bucket_size
@@ -269,20 +286,37 @@ PASSED: Mapping[type, tuple[str, ...]] = {
 
 def owner_of(target: type, name: str) -> str | None:
     """Return what sets the field `name` of `target`; None: nothing else does."""
-    return _key_of(OWNERS[target], name)
+    return _key_of(OWNERS, target, name)
 
 
 def refusal_of(target: type, name: str) -> str | None:
     """Return why YAML may not set the field `name` of `target`; None: it may."""
-    return _key_of(REFUSED[target], name)
+    return _key_of(REFUSED, target, name)
 
 
 def value_refusal_of(target: type, name: str, value: object) -> str | None:
     """Return why YAML may not give a field this value, or one of this list; None: it may."""
-    refused = REFUSED_VALUES.get(target, {}).get(name, {})
+    tables = (REFUSED_VALUES.get(base, {}) for base in target.__mro__)
+    refused = next((table[name] for table in tables if name in table), {})
     given = value if isinstance(value, list) else [value]
     return next((reason for each, reason in refused.items() if each in given), None)
 
 
-def _key_of(table: Mapping[str, tuple[str, ...]], name: str) -> str | None:
-    return next((key for key, names in table.items() if name in names), None)
+def removal_of(target: type, name: str) -> str | None:
+    """Return what to do instead of a field that `target` no longer has; None: it never had it."""
+    return next((REMOVED[base][name] for base in _bases(target) if name in REMOVED[base]), None)
+
+
+def passed(target: type) -> tuple[str, ...]:
+    """Return the fields of `target`, its bases' included, that YAML can set."""
+    return tuple(name for base in _bases(target) for name in PASSED[base])
+
+
+def _bases(target: type) -> tuple[type, ...]:
+    """Return `target` and what it inherits fields from, as far as the tables hold them."""
+    return tuple(base for base in target.__mro__ if base in PASSED)
+
+
+def _key_of(tables: Names, target: type, name: str) -> str | None:
+    found = (table for base in _bases(target) for table in tables.get(base, {}).items())
+    return next((key for key, names in found if name in names), None)

@@ -33,13 +33,13 @@ class Entry:
 class FullTensors:
     """Provides the model as Hugging Face tensors. Building it is collective over the world.
 
-    model: this rank's chunks, or its only one.
+    model: this rank's chunks, or its only one. dtype: of all but buffers, which are float32.
     """
 
     def __init__(self, model: Chunks, spec: ModelSpec, world: RankPlacement) -> None:
         self.spec, self.world = spec, world
         self.shards = local_shards(model, spec, world)
-        self.dtype = next(iter(self.shards.values())).parameter.dtype
+        self.dtype = next(s.parameter.dtype for s in self.shards.values() if not s.row.buffer)
         self.entries = self._agree()
 
     def _agree(self) -> list[Entry]:
@@ -87,15 +87,19 @@ class FullTensors:
             if shard is not None and entry.owners[shard.index] == self.world.rank:
                 yield shard
 
-    def manifest(self) -> list[tuple[str, tuple[int, ...]]]:
-        """Return (name, full shape) of every tensor, in the order of `tensors`."""
-        listed: list[tuple[str, tuple[int, ...]]] = []
+    def manifest(self) -> list[tuple[str, tuple[int, ...], torch.dtype]]:
+        """Return (name, full shape, dtype) of every tensor, in the order of `tensors`."""
+        listed: list[tuple[str, tuple[int, ...], torch.dtype]] = []
         for entry in self.entries:
             pieces = [torch.empty(entry.shape, device="meta") for _ in entry.owners]
             full = join(row_of(self.spec.family, entry.key), self.spec, pieces)
             names = hf_names(self.spec.family, entry.key)
-            listed += [(n, tuple(t.shape)) for n, t in zip(names, full, strict=True)]
+            dtype = self._dtype_of(entry)
+            listed += [(n, tuple(t.shape), dtype) for n, t in zip(names, full, strict=True)]
         return listed
+
+    def _dtype_of(self, entry: Entry) -> torch.dtype:
+        return torch.float32 if row_of(self.spec.family, entry.key).buffer else self.dtype
 
     @torch.no_grad()
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -117,7 +121,9 @@ class FullTensors:
                     assert shard is not None
                     pieces.append(shard.parameter.detach())
                     continue
-                piece = torch.empty(entry.shape, dtype=self.dtype, device=self.world.device)
+                piece = torch.empty(
+                    entry.shape, dtype=self._dtype_of(entry), device=self.world.device
+                )
                 _exchange(dist.irecv, piece, owner)
                 pieces.append(piece)
             full = join(row_of(self.spec.family, entry.key), self.spec, pieces)

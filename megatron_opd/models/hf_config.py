@@ -24,6 +24,7 @@ ONE_SIDED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu",),
     "is_causal": (True, None),
     "rope_is_neox_style": (True,),
+    "rope_interleave": (True,),
     "partial_rotary_factor": (1,),
     "dual_chunk_attention_config": (None,),
     "final_logit_softcapping": (None,),
@@ -51,7 +52,7 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
         if key == "partial_rotary_factor" and family.rotary_share is not None:
             continue
         allowed = agreed + family.allowed.get(key, ())
-        if key in full and full[key] not in allowed:
+        if key in full and full[key] not in allowed and key not in family.reads:
             raise ValueError(f"{key} must be {allowed[0]!r}, got {shown(full[key])}")
     if family.check is not None:
         family.check(full)
@@ -70,15 +71,14 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
             f"layer_types must name {full['num_hidden_layers']} layers, got {len(layers)}"
         )
     # null means as many as heads, except where transformers' mixtures refuse it
-    if full["num_key_value_heads"] is None and not family.moe:
+    if full["num_key_value_heads"] is None and (family.latent or not family.moe):
         full["num_key_value_heads"] = full["num_attention_heads"]
     if family.moe:
-        # transformers' attribute_map: whichever is not the class's own field is set last
-        own = "num_experts" if "num_experts" in family.defaults else "num_local_experts"
-        other = "num_local_experts" if own == "num_experts" else "num_experts"
+        own, *others = family.experts_keys
         if full[own] is None:
             raise ValueError(f"{own} must be an integer, got None")
-        full["num_experts"] = full.get(other, full[own])
+        # transformers' attribute_map: whichever is not the class's own field is set last
+        full["num_experts"] = next((full[key] for key in others if key in full), full[own])
     return full
 
 

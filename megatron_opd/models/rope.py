@@ -19,7 +19,8 @@ class Rope:
     turn beta_fast times or more, and blends in between, from a whole feature to a whole feature
     with truncate; cosines and sines are multiplied by attention_factor and attn_factor.
     share: the part of a head's features that turn, the first ones. interleaved: neighbours turn
-    together, not a feature of either half.
+    together, not a feature of either half. mscale_all_dim: what YaRN scales the softmax by in
+    latent attention, as a weight of log(factor).
     """
 
     theta: float
@@ -35,6 +36,7 @@ class Rope:
     truncate: bool = True
     attention_factor: float = 1.0
     attn_factor: float = 1.0
+    mscale_all_dim: float = 0.0
 
     def features(self, head_dim: int) -> int:
         """Return how many of a head's features turn, as transformers counts them."""

@@ -5,14 +5,15 @@ Axes: H hidden features; rows of q, k, v are (head, head_dim).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from megatron_opd.models.families.family import Row
+from megatron_opd.models.families.family import EXPERT_BIAS, Row
 from megatron_opd.models.families.keys import Key, hf_names, locate, row_of
 from megatron_opd.models.ranks import RankPlacement
 from megatron_opd.models.spec import ModelSpec
@@ -31,12 +32,15 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Shard:
-    """Describes this rank's piece `index` of `count` of a parameter of the whole model."""
+    """Describes this rank's piece `index` of `count` of a parameter of the whole model.
+
+    Of a row that is a buffer, `parameter` is that buffer.
+    """
 
     key: Key
     row: Row
     names: tuple[str, ...]
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     index: int
     count: int
 
@@ -54,13 +58,18 @@ def local_shards(model: Chunks, spec: ModelSpec, world: RankPlacement) -> dict[K
     shards: dict[Key, Shard] = {}
     for chunk in map(_unwrapped, chunks):
         layer_offset = _first_layer(chunk)
-        for name, parameter in chunk.named_parameters():
+        for name, parameter in chain(chunk.named_parameters(), _buffers(chunk)):
             key = locate(spec.family, name, layer_offset, expert_offset)
             shards[key] = _shard(key, parameter, spec, world)
     return shards
 
 
-def _shard(key: Key, parameter: torch.nn.Parameter, spec: ModelSpec, world: RankPlacement) -> Shard:
+def _buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the buffers that belong to the model's weights, which no optimizer moves."""
+    return ((name, held) for name, held in chunk.named_buffers() if name.endswith(EXPERT_BIAS))
+
+
+def _shard(key: Key, parameter: torch.Tensor, spec: ModelSpec, world: RankPlacement) -> Shard:
     row = row_of(spec.family, key)
     index, count = world.tp_rank, world.parallel.tp
     if row.dim is None:

@@ -14,6 +14,7 @@ from megatron_opd.models.families.family import Family
 from megatron_opd.models.families.table import family_of
 from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
 from megatron_opd.models.hf_config import complete, rope_parameters
+from megatron_opd.models.latent import Latent
 from megatron_opd.models.rope import Rope, RopeType, yarn_attention_factor
 
 MAX_COUNT = 2**31 - 1
@@ -25,12 +26,16 @@ MAX_LAYERS, MAX_EXPERTS = 1024, 4096
 class ModelSpec:
     """Describes the architecture. moe_layers: layers with experts; hidden sizes in features.
 
-    norm_topk_prob: the chosen experts' probabilities are renormalised to sum 1. tied: the output
+    shared_ffn_size: features of the experts that every token visits, together; 0: there are none.
+    norm_topk_prob: the chosen experts' probabilities are renormalised to sum 1. routed_scale: what
+    they are multiplied with then. expert_groups: (groups, those of a token), of whose experts alone
+    it chooses, by the sum of a group's two highest scores; None: of all experts. tied: the output
     layer shares the embedding. initializer_range: standard deviation of a fresh weight. window:
     positions that a query sees in the windowed layers, its own included. window_rope: rotary
     positions of those layers; None: as the others'. window_limit: a window that SGLang ignores, so
     that no context may be longer. unturned: layers without rotary positions. cut_to: see num_ids;
-    None: of every row.
+    None: of every row. latent: how keys and values are made of a latent; head_dim is then the size
+    of a query and a key, and num_kv_heads num_heads; None: of the layer's input.
     """
 
     family: Family
@@ -49,7 +54,10 @@ class ModelSpec:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_ffn_size: int = 0
+    shared_ffn_size: int = 0
     norm_topk_prob: bool = True
+    routed_scale: float = 1.0
+    expert_groups: tuple[int, int] | None = None
     moe_layers: tuple[bool, ...] = ()
     window: int | None = None
     windowed: tuple[bool, ...] = ()
@@ -57,11 +65,22 @@ class ModelSpec:
     window_limit: int | None = None
     unturned: tuple[bool, ...] = ()
     cut_to: int | None = None
+    latent: Latent | None = None
 
     @property
     def num_ids(self) -> int:
         """Returns the ids that have a probability; further rows of the embedding are padding."""
         return self.vocab_size if self.cut_to is None else self.cut_to
+
+    @property
+    def value_dim(self) -> int:
+        """Returns the features of a value head."""
+        return self.head_dim if self.latent is None else self.latent.value
+
+    @property
+    def pair_features(self) -> int:
+        """Returns the features of a head that each (query, key) pair is multiplied by."""
+        return self.head_dim + self.value_dim
 
     @property
     def longest_context(self) -> int:
@@ -81,6 +100,12 @@ class ModelSpec:
         """Return the embedding's rows when `tp` ranks split it; added rows are zeros."""
         return -(-self.vocab_size // tp) * tp
 
+    def shared_rules(self, tp: int) -> tuple[tuple[str, int, str, int], ...]:
+        """Return what tp ranks must divide beside the rest: (key, ranks, what, how many)."""
+        if not self.shared_ffn_size:
+            return ()
+        return (("tp", tp, "shared experts' features", self.shared_ffn_size),)
+
     def check_parallel(self, parallel: ParallelConfig, *, uneven: bool = False) -> None:
         """Raise ValueError, naming key, rule and value, when the model cannot be cut this way.
 
@@ -97,6 +122,7 @@ class ModelSpec:
             ("tp", parallel.tp, "feed-forward features", self.ffn_size),
             ("pp", 1 if uneven else parallel.pp, "layers", self.num_layers),
             ("ep", parallel.ep, "experts", self.num_experts),
+            *self.shared_rules(parallel.tp),
         )
         for key, degree, what, count in rules:
             if count % degree or (degree > 1 and count == 0):
@@ -166,12 +192,8 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
             f"num_attention_heads must divide hidden_size, got {heads} and {hidden}: transformers "
             "refuses the file"
         )
-    # a class with a default of its own has no null
-    given = config.get("head_dim") is not None or "head_dim" in family.defaults
-    head_dim = _count(config, "head_dim") if given else hidden // heads
-    if head_dim < 2 or head_dim % 2:  # rotary positions turn pairs of features
-        raise ValueError(f"head_dim must be an even number >= 2, got {head_dim}")
-    rope = _rope(config, family)
+    rope, latent = _rope(config, family), _latent(config) if family.latent else None
+    head_dim = _head_dim(config, family, hidden // heads) if latent is None else latent.query
     turning = rope.features(head_dim)
     if turning < 2 or turning % 2 or turning > head_dim:
         raise ValueError(
@@ -192,6 +214,7 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         norm_eps=_positive(config, "rms_norm_eps", whole=False),
         tied=_flag(config, "tie_word_embeddings"),
         initializer_range=_positive(config, "initializer_range", whole=False),
+        latent=latent,
         **_experts(config, family, layers),
         **_windows(config, family, layers, rope),
         unturned=_unturned(config, family, layers),
@@ -210,6 +233,30 @@ def _unturned(config: dict[str, Any], family: Family, layers: int) -> tuple[bool
     if len(turned) != layers:
         raise ValueError(f"no_rope_layers must name {layers} layers, got {len(turned)}")
     return tuple(not each for each in turned)
+
+
+def _head_dim(config: dict[str, Any], family: Family, default: int) -> int:
+    # a class with a default of its own has no null
+    given = config.get("head_dim") is not None or "head_dim" in family.defaults
+    head_dim = _count(config, "head_dim") if given else default
+    if head_dim < 2 or head_dim % 2:  # rotary positions turn pairs of features
+        raise ValueError(f"head_dim must be an even number >= 2, got {head_dim}")
+    return head_dim
+
+
+def _latent(config: dict[str, Any]) -> Latent:
+    rank = None if config["q_lora_rank"] is None else _count(config, "q_lora_rank")
+    keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    found = Latent(rank, *(_count(config, key) for key in keys))
+    if found.turning % 2:  # rotary positions turn pairs of features
+        raise ValueError(f"qk_rope_head_dim must be an even number, got {found.turning}")
+    heads, keys_of = config["num_attention_heads"], config["num_key_value_heads"]
+    if keys_of != heads:
+        raise ValueError(
+            "num_key_value_heads must be num_attention_heads with latent attention, which has a "
+            f"key for every head, got {shown(keys_of)} and {heads}"
+        )
+    return found
 
 
 def _windows(config: dict[str, Any], family: Family, layers: int, rope: Rope) -> dict[str, Any]:
@@ -239,6 +286,8 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
     chosen = _count(config, "num_experts_per_tok", most=MAX_EXPERTS)
     dense: Any = []
     step = 1
+    if "first_k_dense_replace" in family.defaults:
+        dense = list(range(_number(config, "first_k_dense_replace")))
     if "mlp_only_layers" in family.defaults:
         dense = config["mlp_only_layers"] or []
         step = _count(config, "decoder_sparse_step")
@@ -251,9 +300,55 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
         "num_experts": experts,
         "experts_per_token": chosen,
         "expert_ffn_size": _count(config, family.expert_ffn_key),
+        "shared_ffn_size": _shared_ffn_size(config, family),
         "norm_topk_prob": family.sums_topk_to_one or _flag(config, "norm_topk_prob"),
         "moe_layers": moe_layers,
+        **_sigmoid_router(config, family, experts, chosen),
     }
+
+
+def _sigmoid_router(
+    config: dict[str, Any], family: Family, experts: int, chosen: int
+) -> dict[str, Any]:
+    """Return the fields of ModelSpec of routers with sigmoid scores and a correction bias.
+
+    ValueError: Megatron-Core 0.19.2 has no such router.
+    """
+    if not family.sigmoid_router:
+        return {}
+    if chosen < 2:
+        raise ValueError(f"num_experts_per_tok must be >= 2 with sigmoid scores, got {chosen}")
+    if not family.sums_topk_to_one and not _flag(config, "norm_topk_prob"):
+        raise ValueError("norm_topk_prob must be true with sigmoid scores, got False")
+    scale = 1.0
+    if "routed_scaling_factor" in family.defaults:
+        scale = _positive(config, "routed_scaling_factor", whole=False)
+    if "n_group" not in family.defaults:
+        return {"routed_scale": scale}
+    groups, used = _count(config, "n_group"), _count(config, "topk_group")
+    if experts % groups or used > groups:
+        raise ValueError(
+            "n_group must divide the experts and be >= topk_group, got "
+            f"n_group {groups}, {experts} experts and topk_group {used}"
+        )
+    if groups == 1:
+        return {"routed_scale": scale}
+    if chosen // used != 2 or experts // groups < 2 or experts // groups * used < chosen:
+        raise ValueError(
+            "topk_group must be half of num_experts_per_tok where n_group > 1, because the learner "
+            "ranks groups by the sum of num_experts_per_tok // topk_group scores, SGLang by that "
+            f"of 2, got topk_group {used} and num_experts_per_tok {chosen}"
+        )
+    return {"routed_scale": scale, "expert_groups": (groups, used)}
+
+
+def _shared_ffn_size(config: dict[str, Any], family: Family) -> int:
+    """Return the features of the experts that every token visits; 0: the family has none."""
+    if "shared_expert_intermediate_size" in family.defaults:
+        return _count(config, "shared_expert_intermediate_size")
+    if "n_shared_experts" in family.defaults:
+        return _count(config, "n_shared_experts") * _count(config, family.expert_ffn_key)
+    return 0
 
 
 def _rope(config: dict[str, Any], family: Family) -> Rope:
@@ -267,7 +362,9 @@ def _rope(config: dict[str, Any], family: Family) -> Rope:
     if kind == "linear":
         return stretched
     if kind == "yarn":
-        return _yarn(stretched, rope)
+        return (
+            _latent_yarn(rope, _yarn(stretched, rope)) if family.latent else _yarn(stretched, rope)
+        )
     low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
     if low >= high:
         raise ValueError(f"low_freq_factor must be < high_freq_factor, got {low} and {high}")
@@ -314,10 +411,33 @@ def _yarn(plain: Rope, settings: dict[str, Any]) -> Rope:
     )
 
 
+def _latent_yarn(settings: dict[str, Any], rope: Rope) -> Rope:
+    """Return YaRN as SGLang's latent attention has it: the softmax is scaled, nothing else."""
+    weight = settings.get("mscale_all_dim")
+    if not weight or settings.get("mscale") != weight:
+        raise ValueError(
+            "mscale and mscale_all_dim must be equal numbers > 0 with latent attention and YaRN, "
+            f"got {shown(settings.get('mscale'))} and {shown(weight)}"
+        )
+    if not rope.truncate or rope.attn_factor != 1:
+        raise ValueError(
+            "truncate must be true and attn_factor 1 with latent attention, where SGLang 0.5.23 "
+            f"reads neither as transformers does, got {rope.truncate} and {rope.attn_factor:g}"
+        )
+    return replace(rope, mscale_all_dim=_positive(settings, "mscale_all_dim"))
+
+
 def _count(config: dict[str, Any], key: str, most: int = MAX_COUNT) -> int:
     value = config[key]
     if type(value) is not int or not 1 <= value <= most:
         raise ValueError(f"{key} must be an integer >= 1 and <= {most}, got {shown(value)}")
+    return value
+
+
+def _number(config: dict[str, Any], key: str) -> int:
+    value = config[key]
+    if type(value) is not int or not 0 <= value <= MAX_LAYERS:
+        raise ValueError(f"{key} must be an integer >= 0 and <= {MAX_LAYERS}, got {shown(value)}")
     return value
 
 

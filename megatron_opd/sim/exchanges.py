@@ -32,7 +32,7 @@ def exchange_seconds(
         return node_bytes_s if ranks <= GPUS_OF_A_NODE else network_bytes_s
 
     hidden = ACTIVATION_BYTES * spec.hidden_size
-    keys_and_values = 2 * ACTIVATION_BYTES * spec.num_kv_heads * spec.head_dim
+    keys_and_values = ACTIVATION_BYTES * spec.num_kv_heads * spec.pair_features
     seconds = spec.num_layers * 4 * hidden * (tp - 1) / tp / cp / link(tp)
     seconds += spec.num_layers * keys_and_values / tp * (cp - 1) / cp / link(tp * cp)
     if tp > spec.num_kv_heads:  # every rank gathers the queries, keys and values of all

@@ -14,12 +14,19 @@ tokens, t tensor-parallel ranks with sequence parallelism, activations of b byte
     experts         S k b (h + 2 f_e + f_e) / t                        the permuted token, and the
                                                                        same of its expert
     router          S (5 E + 20 k) / t                                 float32 scores, mask, indices
+    shared experts  S b (2 f_s + f_s + g h) / t                        as dense; what a gate weighs
 
-h hidden, d head, H heads, K key-value heads, f and f_e feed-forward features, E experts, k of them
-a token. Without TransformerEngine norms save a float32 copy, experts the activated half, a copy of
-the other and their output before the router's weight, attention padded copies of q and k.
-Experts are taken to be evenly loaded. Measured against saved tensors in
-tests/dist/test_planning.py.
+    latents         2 S (r + q) (b + b) / t                            their norms, as above
+    of them         S b H (4 d + e) / t                                rotated q and k, v and the
+                                                                       output as wide as they; the
+                                                                       output's e features
+
+h hidden, d head, H heads, K key-value heads, f, f_e and f_s feed-forward features, E experts, k of
+them a token, g 1 where a gate weighs the shared experts, else 0; of latent attention r and q
+features of the latents, e of a value head. Without TransformerEngine norms save a float32 copy,
+experts the activated half, a copy of the other and their output before the router's weight,
+attention padded copies of q and k. Experts are taken to be evenly loaded. Measured against saved
+tensors in tests/dist/test_planning.py.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_opd.config.learner import HeadLogp, ParallelConfig
+from megatron_opd.models.latent import Latent
 from megatron_opd.models.spec import ModelSpec
 
 TransformerImpl = Literal["transformer_engine", "local"]
@@ -105,6 +113,8 @@ def _norm(shapes: Shapes, features: int) -> float:
 def _attention(shapes: Shapes) -> float:
     """Count what a layer's attention keeps of a token, before the division by t."""
     spec, size = shapes.spec, shapes.element_bytes
+    if spec.latent is not None:
+        return _latent_attention(shapes, spec.latent)
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     normalised = any("q_norm" in name for row in spec.family.layer for name in row.hf)
     fused = (queries + 2 * keys) * size
@@ -129,6 +139,20 @@ def _attention(shapes: Shapes) -> float:
     return kept
 
 
+def _latent_attention(shapes: Shapes, latent: Latent) -> float:
+    """Count what a layer's latent attention keeps of a token, before the division by t."""
+    heads, size = shapes.spec.num_heads, shapes.element_bytes
+    kept = _norm(shapes, latent.rank)
+    if latent.query_rank is not None:
+        kept += _norm(shapes, latent.query_rank)
+    kept += heads * ((4 * latent.query + latent.value) * size + 4)
+    if shapes.local:
+        # q, k and v once more, before they are padded to [segments, longest] for one call
+        kept += 3 * heads * latent.query * size
+    # cosine and sine of the rotary angles, made by each layer for q and for k, on every rank
+    return kept + 4 * latent.turning * size * shapes.parallel.tp
+
+
 def _dense(shapes: Shapes) -> float:
     """Count what a dense feed-forward layer keeps of a token, before the division by t."""
     return 3 * shapes.spec.ffn_size * shapes.element_bytes
@@ -145,4 +169,7 @@ def _experts(shapes: Shapes) -> float:
     expert = features * spec.expert_ffn_size * size
     router = 5 * spec.num_experts + 20 * chosen
     permuted = (spec.hidden_size * size + 8) * width
-    return router + chosen * (permuted + expert)
+    shared = 3 * spec.shared_ffn_size * size
+    if spec.family.shared_gate:
+        shared += (spec.hidden_size + 1) * size
+    return router + chosen * (permuted + expert) + shared

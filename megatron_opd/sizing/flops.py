@@ -4,14 +4,14 @@ Model FLOPs as in PaLM (Chowdhery et al. 2022, App. B): only matrix products cou
 [a, b] times [b, c]; recomputation and filler do not count, however a learner is set. A forward pass
 takes
 
-    2 S N + 4 L H d P + 2 R h V
+    2 S N + 2 L H (d + e) P + 2 R h V
 
 with S positions, N matrix elements of the layers that one position meets (of its experts: those
-chosen), P (query, key) pairs in each of L layers of H heads of d features, of which those of a
-window are fewer, and R positions whose
-log-probs are read by a head of V ids over h features. Where PaLM counts n^2 pairs and n head rows
-of a sequence of n, a causal one has n (n + 1) / 2 pairs here, and the head works for responses
-alone. A backward pass takes twice as much: a product for each operand's gradient.
+chosen), P (query, key) pairs in each of L layers of H heads, of d features a query and e a value,
+of which those of a window are fewer, and R positions whose log-probs are read by a head of V ids
+over h features. Where PaLM counts n^2 pairs and n head rows of a sequence of n, a causal one has
+n (n + 1) / 2 pairs here, and the head works for responses alone. A backward pass takes twice as
+much: a product for each operand's gradient.
 
 Equal to what torch.utils.flop_counter counts of transformers' models
 (tests/unit/sizing/test_flops.py).
@@ -86,7 +86,7 @@ def forward_flops(spec: ModelSpec, work: Work) -> int:
     head = 2 * spec.hidden_size * spec.vocab_size
     return (
         2 * work.positions * active_layer_elements(spec)
-        + 4 * spec.num_heads * spec.head_dim * pairs
+        + 2 * spec.num_heads * spec.pair_features * pairs
         + head * work.scored
     )
 

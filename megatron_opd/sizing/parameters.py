@@ -70,7 +70,8 @@ def _sum(
     total = Parameters()
     for layer in layers:
         for _, row in layer_rows(spec, layer):
-            total += _row(spec, parallel, row)
+            if not row.buffer:
+                total += _row(spec, parallel, row)
     for row in spec.family.top:
         name = row.hf[0]
         embedding, head = name.endswith("embed_tokens.weight"), name == "lm_head.weight"

@@ -2,8 +2,9 @@
 
 SGLang's own rule is kept: weights and KV cache together take mem_fraction_static of the GPU, the
 rest is for activations and CUDA graphs. Queries, feed-forward features, vocabulary and experts are
-split over tp (experts by ep * (tp / ep)), key-value heads too until each rank has one. Quantised
-matrices take a byte a number, and four a row for its scale.
+split over tp (experts by ep * (tp / ep)), key-value heads too until each rank has one. Latent
+attention keeps a latent of keys and values, whole on every rank, and copies of the matrix that
+makes both of it. Quantised matrices take a byte a number, and four a row for its scale.
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import layer_rows, row_shapes
 from megatron_opd.sizing.activations import BYTES
 from megatron_opd.sizing.learner import GIB
-from sglang_bridge.weights.formats import NUMBERS, PLAIN, SCALES, is_quantised, item_bytes
+from sglang_bridge.weights.formats import EXACT, NUMBERS, PLAIN, SCALES, is_quantised, item_bytes
 
-REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+COPIED = "kv_b_proj.weight"
+"""A matrix of which SGLang computes with a copy (sglang_bridge/server/compat/mla.py)."""
+REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias", "k_norm.weight")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +46,9 @@ def server_memory(spec: ModelSpec, section: ServerConfig) -> ServerMemory:
     size = BYTES[section.dtype]
     weights = weight_bytes(spec, section)
     heads = max(1, spec.num_kv_heads // section.tp)
-    kv = 2 * spec.num_layers * heads * spec.head_dim * size
+    # of latent attention every rank keeps the whole latent
+    kept = 2 * heads * spec.head_dim if spec.latent is None else spec.latent.kept
+    kv = spec.num_layers * kept * size
     tokens = section.max_total_tokens
     if tokens is None and section.gpu_memory_gib is not None:
         tokens = max(0, _limit(section, section.gpu_memory_gib) - weights) // kv
@@ -57,12 +62,12 @@ def weight_bytes(spec: ModelSpec, section: ServerConfig) -> int:
     for layer in range(spec.num_layers):
         for _, row in layer_rows(spec, layer):
             for name, shape in zip(row.hf, row_shapes(spec, row), strict=True):
-                copies = spec.num_experts if row.expert else 1
+                copies = spec.num_experts if row.expert else 2 if name.endswith(COPIED) else 1
                 cut = 1 if row.dim is None else tp
-                if name.endswith(REPLICATED_HEADS):
+                if cut > 1 and name.endswith(REPLICATED_HEADS):
                     cut = min(tp, spec.num_kv_heads)
                 if section.quantization is None or not is_quantised(name, len(shape)):
-                    total += prod(shape) * copies // cut * sizes[PLAIN]
+                    total += prod(shape) * copies // cut * sizes[EXACT if row.exact else PLAIN]
                     continue
                 total += prod(shape) * copies // cut * sizes[NUMBERS]
                 # ranks that hold some columns of every row hold the scales of all rows

@@ -31,29 +31,44 @@ from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import BucketSpec
 from sglang_bridge.weights.formats import Grid
 
+_Entry = tuple[str, tuple[int, ...], torch.dtype]
+_WITH_NEXT = ".q_a_proj.weight"
+"""SGLang joins it to kv_a_proj_with_mqa, and drops either that comes without the other."""
 
-def plan_buckets(
-    manifest: Sequence[tuple[str, tuple[int, ...]]], dtype: torch.dtype, bucket_bytes: int
-) -> list[BucketSpec]:
-    """Group consecutive tensors of at most `bucket_bytes` together; a larger tensor is alone."""
-    groups: list[list[tuple[str, tuple[int, ...]]]] = []
+
+def plan_buckets(manifest: Sequence[_Entry], bucket_bytes: int) -> list[BucketSpec]:
+    """Group consecutive tensors of at most `bucket_bytes` together; a larger tensor is alone.
+
+    Two that SGLang joins are in one bucket, whatever their size.
+    """
+    groups: list[list[_Entry]] = []
     room = -1
-    for name, shape in manifest:
-        size = torch.Size(shape).numel() * dtype.itemsize
+    for unit in _units(manifest):
+        size = sum(torch.Size(shape).numel() * dtype.itemsize for _, shape, dtype in unit)
         if size > room:
             groups.append([])
             room = bucket_bytes
-        groups[-1].append((name, shape))
+        groups[-1] += unit
         room -= size
-    kind = str(dtype).removeprefix("torch.")
     return [
         BucketSpec(
-            names=tuple(name for name, _ in group),
-            dtypes=(kind,) * len(group),
-            shapes=tuple(shape for _, shape in group),
+            names=tuple(name for name, *_ in group),
+            dtypes=tuple(str(dtype).removeprefix("torch.") for *_, dtype in group),
+            shapes=tuple(shape for _, shape, _ in group),
         )
         for group in groups
     ]
+
+
+def _units(manifest: Sequence[_Entry]) -> Iterator[list[_Entry]]:
+    """Yield what must not be sent apart."""
+    unit: list[_Entry] = []
+    for entry in manifest:
+        unit.append(entry)
+        if not entry[0].endswith(_WITH_NEXT):
+            yield unit
+            unit = []
+    assert not unit, f"nothing follows {unit}"
 
 
 class BroadcastSender:
@@ -68,7 +83,7 @@ class BroadcastSender:
     ) -> None:
         self.source, self._host = full, host
         self._round_to: Grid | None = round_to
-        self._buckets = plan_buckets(full.manifest(), full.dtype, bucket_bytes)
+        self._buckets = plan_buckets(full.manifest(), bucket_bytes)
         self._store: TCPStore | None = None
         self._group: dist.ProcessGroup | None = None
 

@@ -33,10 +33,10 @@ def piece_digests(
     quantised, and everything else in `dtype`. KeyError: a piece of a tensor that the model does not
     have.
     """
-    known = {name for name, _ in full.manifest()}
+    known = {name for name, *_ in full.manifest()}
     if format is not None:
         known |= {
-            scales_of(name) for name, shape in full.manifest() if is_quantised(name, len(shape))
+            scales_of(name) for name, shape, _ in full.manifest() if is_quantised(name, len(shape))
         }
     unknown = {piece.hf_name for piece in pieces} - known
     if unknown:

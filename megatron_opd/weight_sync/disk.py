@@ -18,6 +18,7 @@ from megatron_opd.models.spec import read_model_spec
 from megatron_opd.weight_sync.disk_messages import Open, Write, num_written
 from megatron_opd.weight_sync.holdings import learner_holdings, server_holdings
 from megatron_opd.weight_sync.plan import SyncSettings, staged_names
+from megatron_opd.weight_sync.quantised_pieces import plain_pieces
 from megatron_opd.weight_sync.reshard import bytes_received, plan_routes
 from megatron_opd.weight_sync.shards import (
     PATIENCE,
@@ -87,7 +88,7 @@ class Disk:
         settings, learner = self._config.weight_sync, self._config.learner
         spec = read_model_spec(self._config.student.model)
         pieces = await self._fleet.weight_pieces()
-        dtype = common_dtype(pieces)
+        dtype = common_dtype(plain_pieces(spec, None, pieces))
         layouts = [server_layout(info) for info in self._fleet.infos]
         for layout, (url, found) in zip(layouts, pieces.items(), strict=True):
             require_as_planned(url, spec, layout, found)

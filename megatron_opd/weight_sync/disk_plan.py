@@ -10,7 +10,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.holdings import Held, learner_holdings
-from sglang_bridge.weights.formats import PLAIN_BYTES
+from sglang_bridge.weights.formats import item_bytes
 
 
 def writers(learner: Iterable[Held]) -> Iterator[tuple[int, Held]]:
@@ -46,9 +46,9 @@ class DiskSizes:
 def disk_sizes(config: Config, spec: ModelSpec) -> DiskSizes:
     """Compute what versions of type disk take."""
     learner, settings = config.learner, config.weight_sync
-    size, written = PLAIN_BYTES[config.student.dtype], Counter[int]()
+    sizes, written = item_bytes(config.student.dtype), Counter[int]()
     for rank, held in writers(learner_holdings(spec, learner.parallel, learner.megatron)):
-        written[rank] += held.elements * size
+        written[rank] += held.elements * sizes[held.kind]
     wholes, changes = versions_at_once(settings)
     return DiskSizes(written.total(), max(written.values()), wholes, changes)
 

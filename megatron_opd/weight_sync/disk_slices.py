@@ -12,6 +12,7 @@ from megatron_opd.weight_sync.holdings import Held
 from megatron_opd.weight_sync.shards_sender import cut
 from sglang_bridge.weights.changes import Changes, find_changes
 from sglang_bridge.weights.exchange import Read
+from sglang_bridge.weights.formats import EXACT
 from sglang_bridge.weights.message_order import SlicePart
 
 
@@ -48,7 +49,9 @@ class Slices:
             self._last[held.name] = last = now.clone()
             return self._content(held, last)
         shape = (held.length, *(size for dim, size in enumerate(held.shape) if dim != held.dim))
-        made = StoredNumbers(held.name, self._dtype, shape, lambda: self._numbers(held, read))
+        made = StoredNumbers(
+            held.name, self._dtype_of(held), shape, lambda: self._numbers(held, read)
+        )
         return Content(held.name, held.dim, held.start, held.length, held.shape, "whole", (made,))
 
     def _changed(self, held: Held, read: Read) -> Content:
@@ -77,10 +80,13 @@ class Slices:
         It may be the live memory itself.
         """
         parts = [
-            read(view.name, view.tensor).to(self._dtype).movedim(held.dim, 0)
+            read(view.name, view.tensor).to(self._dtype_of(held)).movedim(held.dim, 0)
             for view in self._views[held.name]
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().contiguous()
+
+    def _dtype_of(self, held: Held) -> torch.dtype:
+        return torch.float32 if held.kind == EXACT else self._dtype
 
 
 def _there(key: str, tensor: torch.Tensor) -> StoredNumbers:

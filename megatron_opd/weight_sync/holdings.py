@@ -13,12 +13,13 @@ from itertools import groupby
 from typing import Any
 
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.models.families.family import Row
+from megatron_opd.models.families.family import KEY_NORM, Row
 from megatron_opd.models.families.keys import Key, hf_names, row_of
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import Shape, model_keys, qkv_parts, row_shapes
 from megatron_opd.sizing.layout import dense_axes, expert_axes, groups_along, stage_layers
 from sglang_bridge.weights.formats import (
+    EXACT,
     NUMBERS,
     PLAIN,
     SCALES,
@@ -93,7 +94,7 @@ def learner_holdings(
             dim = row.dim or 0
             size = spec.padded_vocab(count) if row.vocab else shape[dim]
             for index, members in enumerate(holders):
-                yield from _part(name, shape, dim, index, size // count, members)
+                yield from _part(name, shape, dim, index, size // count, members, _kind(row))
 
 
 def _qkv(
@@ -119,12 +120,12 @@ def server_holdings(spec: ModelSpec, tp: int, ep: int) -> Iterator[Held]:
         for place, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             dim = row.dim or 0
             if row.dim is None:
-                yield Held(name, shape, 0, 0, shape[0], everyone)
+                yield Held(name, shape, 0, 0, shape[0], everyone, _kind(row))
                 continue
             if row.expert:
                 first, count = key.expert // (spec.num_experts // ep) * (tp // ep), tp // ep
                 holders = [(first + index,) for index in range(count)]
-            elif row.fusion == "qkv" and place > 0:
+            elif (row.fusion == "qkv" and place > 0) or row.mcore[0] == KEY_NORM:
                 count = min(tp, spec.num_kv_heads)
                 copies = tp // count
                 holders = [tuple(everyone[i * copies : (i + 1) * copies]) for i in range(count)]
@@ -159,14 +160,24 @@ def as_held(held: Iterable[Held], format: Format | None) -> Iterator[Held]:
             yield replace(scales, start=0, length=rows, ranks=ranks)
 
 
+def _kind(row: Row) -> Kind:
+    return EXACT if row.exact else PLAIN
+
+
 def _part(
-    name: str, shape: Shape, dim: int, index: int, length: int, ranks: tuple[int, ...]
+    name: str,
+    shape: Shape,
+    dim: int,
+    index: int,
+    length: int,
+    ranks: tuple[int, ...],
+    kind: Kind = PLAIN,
 ) -> Iterator[Held]:
     """Yield the part `index`, without padding; nothing where it is padding alone."""
     start = index * length
     length = min(length, shape[dim] - start)
     if length > 0:
-        yield Held(name, shape, dim, start, length, ranks)
+        yield Held(name, shape, dim, start, length, ranks, kind)
 
 
 def _stages(

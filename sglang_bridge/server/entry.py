@@ -48,7 +48,7 @@ CPU_ARGUMENTS = {
 # An idle scheduler spins on its sockets otherwise: a whole core for each server, taken from others.
 CPU_FLAGS = ("--sleep-on-idle",)
 EXIT_INTERRUPTED = 130
-GPU_FLAGS = ("--enable-fp32-lm-head",)
+GPU_FLAGS = ("--enable-fp32-lm-head", "--disable-shared-experts-fusion")
 NEVER_IMPORTED = ("megatron",)
 """Packages that SGLang imports where they are installed, and no server needs: its debug dumper
 looks for Megatron's parallel state, which costs half of a start's processor time."""
@@ -169,8 +169,8 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    targets = (*hooks.TARGETS, *hooks.GATE_TARGETS) if gates.kept() else hooks.TARGETS
-    hooks.require_hooks_in_place(targets)
+    targets = hooks.TARGETS if cuda else (*hooks.TARGETS, *hooks.CPU_TARGETS)
+    hooks.require_hooks_in_place((*targets, *hooks.GATE_TARGETS) if gates.kept() else targets)
     front.add_work_route()
     owner.add_owner_routes(nonce)
     startup.hide_keys()

@@ -144,7 +144,7 @@ def missing(model: torch.nn.Module, defaults: dict[str, float]) -> list[str]:
             parameter.data.fill_(defaults[name])
             continue
         owner, _, leaf = name.rpartition(".")
-        found += _parts(modules[owner], owner, leaf, parameter) or [name]
+        found += _parts(modules, owner, leaf, parameter) or [name]
     return found
 
 
@@ -197,10 +197,10 @@ def _constant(data: torch.Tensor) -> float | None:
     return first if bool((data.float() == first).all()) else None
 
 
-def _parts(module: Any, owner: str, leaf: str, parameter: torch.Tensor) -> list[str]:
+def _parts(modules: Any, owner: str, leaf: str, parameter: torch.Tensor) -> list[str]:
     """Return the checkpoint's names of what is poisoned in a parameter; none: it is not known."""
     try:
-        every = list(pieces.pieces_of(module, owner, leaf, parameter.data))
+        every = list(pieces.pieces_of(modules, owner, leaf, parameter.data))
     except (TypeError, ValueError, AttributeError, RuntimeError):
         return []  # of a layer that weight syncs do not know: the parameter is named as a whole
     pattern, exact = _pattern(parameter), _is_exact(parameter)

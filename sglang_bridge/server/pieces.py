@@ -8,7 +8,7 @@ own, split as the matrix's rows are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,10 @@ from sglang_bridge.weights.digest import as_text, slice_digest
 from sglang_bridge.weights.formats import HELD_AS, PLAIN_BYTES, scales_of
 
 KNOWN = frozenset(getattr(torch, name) for name in (*PLAIN_BYTES, *HELD_AS.values()))
+GATES = frozenset({"Glm4MoeGate", "Glm4MoeLiteGate", "MoEGate"})
+"""Names of classes of routers that are no linear layers; importing them takes seconds."""
 WEIGHT, SCALES = "weight", scales_of("weight")
+LATENTS = "fused_qkv_a_proj_with_mqa"
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,25 +82,31 @@ def pieces(model: torch.nn.Module) -> list[Piece]:
                 "student.quantization are supported)"
             )
         owner, _, leaf = name.rpartition(".")
-        found.extend(pieces_of(modules[owner], owner, leaf, parameter.data))
+        found.extend(pieces_of(modules, owner, leaf, parameter.data))
     return found
 
 
 def pieces_of(
-    module: torch.nn.Module, owner: str, leaf: str, data: torch.Tensor
+    modules: Mapping[str, torch.nn.Module], owner: str, leaf: str, data: torch.Tensor
 ) -> Iterator[Piece]:
-    """Yields the pieces of one parameter, by the kind of layer it belongs to."""
+    """Yields the pieces of one parameter, by the kind of layer it belongs to.
+
+    modules: the model's, by name.
+    """
     from sglang.srt.layers import linear
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
+    module: Any = modules[owner]
     if isinstance(module, linear.QKVParallelLinear):
         yield from _qkv(module, owner, leaf, data)
     elif isinstance(module, linear.MergedColumnParallelLinear):
         yield from _gate_up(module, owner, leaf, data)
-    elif isinstance(module, linear.ColumnParallelLinear):  # where it runs transformers' modules
+    elif isinstance(module, linear.ColumnParallelLinear):  # of a latent, or of transformers
         length = data.shape[0]
         yield Piece(f"{owner}.{leaf}", 0, _rank(module.tp_group) * length, length, data)
+    elif owner.endswith(f".{LATENTS}"):
+        yield from _latents(modules[owner.rpartition(".")[0]], owner, leaf, data)
     elif isinstance(module, linear.RowParallelLinear) and leaf == WEIGHT:
         length = data.shape[1]
         yield Piece(f"{owner}.{leaf}", 1, _rank(module.tp_group) * length, length, data)
@@ -111,10 +120,16 @@ def pieces_of(
             yield Piece(f"{owner}.{leaf}", 0, start, length, data.narrow(0, 0, length))
     elif isinstance(module, FusedMoE):
         yield from _experts(module, owner, leaf, data)
-    elif isinstance(module, linear.ReplicatedLinear | linear.RowParallelLinear) or data.ndim == 1:
+    elif data.ndim == 1 or _is_whole(module, linear):
         yield Piece(f"{owner}.{leaf}", 0, 0, data.shape[0], data)  # router, norm, bias, scales
     else:
         raise TypeError(f"{owner}.{leaf}: unknown layer {type(module).__name__}")
+
+
+def _is_whole(module: torch.nn.Module, linear: Any) -> bool:
+    """Returns whether each rank holds all of a layer's matrix, or of a row-parallel one's bias."""
+    whole = (linear.ReplicatedLinear, linear.RowParallelLinear, torch.nn.Linear)
+    return isinstance(module, whole) or type(module).__name__ in GATES
 
 
 def _qkv(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:
@@ -140,6 +155,14 @@ def _gate_up(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator
         yield Piece(name, 0, rank * length, length, data.narrow(0, offset, length))
         offset += length
     _require_whole(owner, offset, data.shape[0])
+
+
+def _latents(attention: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:
+    """Yields [latent of the queries, latent of keys and values] stacked, on every rank alike."""
+    rows = attention.q_lora_rank, attention.kv_lora_rank + attention.qk_rope_head_dim
+    for part, view in zip(("q_a_proj", "kv_a_proj_with_mqa"), data.split(rows), strict=True):
+        name = f"{_replace_last(owner, LATENTS, part)}.{leaf}"
+        yield Piece(name, 0, 0, len(view), view)
 
 
 def _experts(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:

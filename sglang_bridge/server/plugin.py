@@ -26,9 +26,10 @@ from sglang_bridge.server import (
     score_plan,
     scoring,
     seeded,
+    torch_kernels,
     validate,
 )
-from sglang_bridge.server.compat import batches, hooks, ranks, startup
+from sglang_bridge.server.compat import batches, hooks, mla, ranks, startup
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.sampling import dropped
 from sglang_bridge.server.spec import (
@@ -80,12 +81,16 @@ def register() -> None:
         hooks.hook(hooks.EXPERT_CHOICE, gates.around_choice, "around")
         hooks.hook(hooks.EXPERT_CAPTURE, gates.around_capture, "around")
     if not torch.cuda.is_available():
+        hooks.hook(hooks.ROPE_ON_CPU, mla.around_rope, "around")
         ranks.allow_deterministic_attention("torch_native")
+        torch_kernels.register()
 
 
 def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
     """Gives the output rank its draws: the model runner's observer, the scores' generator."""
     global _generator, _runner
+    if not torch.cuda.is_available():
+        mla.always_absorb()
     if ranks.is_deterministic() and not torch.cuda.is_available():
         named = runner.model.named_parameters()
         invariance.check(held for name, held in named if not name.endswith(SCALES_SUFFIX))
@@ -198,7 +203,7 @@ def around_check_weights(
     verb, _, argument = action.partition(" ")
     answers: dict[str, Callable[[torch.nn.Module], dict[str, str]]] = {
         wire.PIECE_ACTION: pieces.piece_list,
-        wire.DIGEST_ACTION: pieces.piece_digests,
+        wire.DIGEST_ACTION: live_digests,
         wire.MODEL_ACTION: model_facts,
         wire.PROGRESS_ACTION: lambda _: progress(),
         wire.WORK_ACTION: lambda _: {wire.WORK: msgspec.json.encode(_meter.work()).decode()},
@@ -221,6 +226,15 @@ def around_check_weights(
         lambda model: receiver.answer(lambda: answers[verb](model), _receiver),
         role=kwargs["role"],
     )
+
+
+def live_digests(model: torch.nn.Module) -> dict[str, str]:
+    """Returns {piece key: digest} of every parameter that this rank computes with.
+
+    Raises StaleCopies where it computes with something else.
+    """
+    mla.require_current(model)
+    return pieces.piece_digests(model)
 
 
 def model_facts(model: Any) -> dict[str, str]:

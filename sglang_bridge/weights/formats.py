@@ -13,14 +13,16 @@ Grid = Literal["int8", "fp8", "int4", "int3"]
 """What weights can be rounded to: a format, or a coarser grid, which no server holds."""
 HELD_AS: dict[str, str] = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """Names of torch's dtypes of the numbers, by format."""
-SCALE_DTYPE = "float32"
+SCALE_DTYPE = EXACT_DTYPE = "float32"
 
-EXACT = ("embed_tokens.", "lm_head.", ".gate.")
+UNQUANTISED = ("embed_tokens.", "lm_head.", ".gate.", ".shared_expert_gate.")
 """Parts of the names of matrices that are never quantised."""
 MATRIX, SCALES_SUFFIX = ".weight", "_scale"
 
-Kind = Literal["plain", "numbers", "scales"]
+Kind = Literal["plain", "exact", "numbers", "scales"]
+"""exact: not quantised, and float32 on servers of every dtype."""
 PLAIN: Kind = "plain"
+EXACT: Kind = "exact"
 NUMBERS: Kind = "numbers"
 SCALES: Kind = "scales"
 PLAIN_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -30,7 +32,7 @@ PLAIN_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def is_quantised(name: str, dimensions: int) -> bool:
     """Return whether quantised servers hold tensor `name` as numbers and scales."""
     matrix = dimensions == 2 and name.endswith(MATRIX)
-    return matrix and not any(part in name for part in EXACT)
+    return matrix and not any(part in name for part in UNQUANTISED)
 
 
 def scales_of(name: str) -> str:
@@ -40,11 +42,13 @@ def scales_of(name: str) -> str:
 
 def item_bytes(dtype: str) -> dict[Kind, int]:
     """Return the bytes of a number of each kind, for servers of `dtype`."""
-    return {PLAIN: PLAIN_BYTES[dtype], NUMBERS: 1, SCALES: 4}
+    return {PLAIN: PLAIN_BYTES[dtype], EXACT: 4, NUMBERS: 1, SCALES: 4}
 
 
 def dtype_of(kind: Kind, dtype: str, format: Format | None) -> str:
     """Return torch's name of what tensors of `kind` are, on servers of `dtype` and `format`."""
+    if kind == EXACT:
+        return EXACT_DTYPE
     if kind == PLAIN or format is None:
         return dtype
     return HELD_AS[format] if kind == NUMBERS else SCALE_DTYPE

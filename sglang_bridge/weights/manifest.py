@@ -78,7 +78,8 @@ class File(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Describes a version. base: the name of the one that it holds the changes of; None: whole.
 
-    dtype: torch's name of what the numbers are. format: of all this.
+    dtype: torch's name of what the numbers are, but for tensors that servers hold in float32
+    whatever their dtype. format: of all this.
     """
 
     name: str

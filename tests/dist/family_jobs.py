@@ -147,14 +147,20 @@ def _equal_to_source(full: FullTensors, path: Path) -> None:
     if full.spec.tied:
         expected.pop("lm_head.weight", None)
     assert exported.keys() == expected.keys(), exported.keys() ^ expected.keys()
-    assert dict(full.manifest()) == {name: tuple(t.shape) for name, t in expected.items()}
+    assert {n: shape for n, shape, _ in full.manifest()} == {
+        name: tuple(t.shape) for name, t in expected.items()
+    }
     for name, tensor in expected.items():
         assert torch.equal(exported[name], tensor), name
 
 
 def _loads_converted(chunks: list[Any], spec: ModelSpec, world: World, path: Path) -> None:
     """The checkpoint directories made of the same model, through Megatron and our own reader."""
-    parameters = [(f"{i}.{n}", p) for i, c in enumerate(chunks) for n, p in c.named_parameters()]
+    held = [
+        [*chunk.named_parameters(), *((n, b) for n, b in chunk.named_buffers() if "bias" in n)]
+        for chunk in chunks
+    ]
+    parameters = [(f"{i}.{n}", p) for i, found in enumerate(held) for n, p in found]
     expected = {name: parameter.detach().clone() for name, parameter in parameters}
 
     def forget() -> None:

@@ -19,10 +19,12 @@ from sglang_bridge.protocol import DrawCache
 from tests.dist import planning_jobs
 from tests.dist.worlds import run_world
 from tests.support.figures import bounded, relative
-from tests.support.models import tiny_olmo3, tiny_qwen3, tiny_qwen3_moe
+from tests.support.latent_models import tiny_deepseek_v3
+from tests.support.models import tiny_olmo3, tiny_qwen2_moe, tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 
+LATENT_DENSE = {"first_k_dense_replace": 2, "num_hidden_layers": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("mixed", {"dtype": "float32"}),
     "bf16": ("mixed", {"dtype": "bfloat16"}),
@@ -47,9 +49,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "megatron": {"num_layers_in_first_pipeline_stage": 1},
         },
     ),
+    "shared bf16": ("shared", {"dtype": "bfloat16"}),
+    "shared tp2": ("shared", {"dtype": "float32", "parallel": {"tp": 2}}),
     "tp2 one key": ("one key", {"dtype": "float32", "parallel": {"tp": 2}}),
     "olmo tp2": ("olmo", {"dtype": "bfloat16", "parallel": {"tp": 2}}),
     "cp2": ("mixed", {"dtype": "bfloat16", "parallel": {"cp": 2}}),
+    "latent tp2": ("latent", {"dtype": "bfloat16", "parallel": {"tp": 2}}),
     "pp2 vpp2": ("mixed", {"dtype": "bfloat16", "parallel": {"pp": 2, "vpp": 2}}),
 }
 
@@ -77,6 +82,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "tied": tiny_qwen3(base / "tied", tie_word_embeddings=True),
         "mixed": tiny_qwen3_moe(base / "mixed", num_hidden_layers=4, mlp_only_layers=[1]),
         "olmo": tiny_olmo3(base / "olmo"),
+        "latent": tiny_deepseek_v3(base / "latent", **LATENT_DENSE),
+        "shared": tiny_qwen2_moe(base / "shared", mlp_only_layers=[1]),
         "one key": tiny_qwen3(base / "one-key", num_key_value_heads=1),
     }
 

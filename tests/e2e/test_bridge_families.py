@@ -1,81 +1,88 @@
-"""Servers of two ranks, of models with parts that Qwen's have not: held, synced, and computed."""
+"""Servers of families with parts of their own: what they hold, compute and take from a weight sync.
+
+One for each kind of part: shared experts with a gate; routers with sigmoids and a bias, and first
+layers without experts.
+"""
 
 import asyncio
-import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import distributed
 
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.weight_sync.holdings import server_holdings
+from megatron_opd.weight_sync.plan import ServerLayout
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.protocol import RolloutReply, WeightPiece
+from sglang_bridge.weights.exchange import send
 from tests.e2e.conftest import running, tiny_spec
 from tests.e2e.replies import requests_of, span_error
-from tests.e2e.weight_sync import differing, join, load_tensors, sync_weights
+from tests.e2e.weight_sync import (
+    differing,
+    join,
+    load_tensors,
+    perturbed_copy,
+    plan_for,
+    shards_of,
+)
 from tests.support.figures import bounded
-from tests.support.models import YARN_FACTOR, YARN_ROPE, tiny_olmo3, tiny_qwen3, tiny_smollm3
+from tests.support.models import tiny_glm4_moe, tiny_qwen2_moe
 from tests.support.oracles import load_reference
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-TOLERANCE = 1e-5
-CASES: dict[str, tuple[Callable[..., Path], dict[str, Any], dict[str, Any]]] = {
-    # windows, norms after the projections and over the heads of both ranks
-    "olmo 3": (tiny_olmo3, {}, {}),
-    # layers without rotary positions; SGLang runs transformers' modules, one for each matrix
-    "smollm3": (tiny_smollm3, {}, {}),
-    # the output projection's bias is added once; attn_factor, which transformers ignores
-    "qwen3": (
-        tiny_qwen3,
-        {"attention_bias": True, "rope_parameters": YARN_ROPE | {"attn_factor": 0.8}},
-        {"rope_parameters": YARN_ROPE | {"attention_factor": 0.8 * YARN_FACTOR}},
-    ),
+pytestmark = pytest.mark.e2e
+FAMILIES: dict[str, Callable[..., Path]] = {
+    "qwen2 moe": tiny_qwen2_moe,
+    "glm 4.5": tiny_glm4_moe,
 }
+REQUEST = requests_of(tokens=24, count=1)[0]
+Found = tuple[RolloutReply, list[WeightPiece], list[WeightPiece], RolloutReply]
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_a_synced_server_computes_as_transformers(name: str, tmp_path: Path):
-    make, overrides, meant = CASES[name]
-    model = make(tmp_path / "model", seed=1, **overrides)
-    generator = torch.Generator().manual_seed(2)
-    changed = {
-        key: tensor + 0.05 * torch.randn(tensor.shape, generator=generator)
-        for key, tensor in load_tensors(model).items()
-    }
-    requests = requests_of(tokens=80, count=6)
+async def synced(url: str, old: Path, new: Path) -> Found:
+    """A rollout and the pieces of a server, then the same after it got the tensors of `new`."""
+    tensors = load_tensors(new)
+    plan = plan_for(old, ServerLayout(1, 1), staged=0)
+    async with Fleet([ServerClient(url, timeout_s=120)]) as fleet:
+        before = await fleet.generate(REQUEST)
+        held = (await fleet.weight_digests())[url]
+        group, name = await join(fleet)
+        await fleet.expect_weights(plan.shares([url]))
+        await fleet.pause("retract")
+        await fleet.begin_weight_update()
+        messages = shards_of(plan, tensors, staged=False)
+        await asyncio.gather(
+            fleet.receive_weights(name, 60),
+            asyncio.to_thread(send, group, messages, torch.device("cpu")),
+        )
+        await fleet.flush_cache()
+        await fleet.end_weight_update(1)
+        await fleet.resume()
+        given = (await fleet.weight_digests())[url]
+        after = await fleet.generate(msgspec.structs.replace(REQUEST, rid="after"))
+        await fleet.destroy_weights_group(name)
+        distributed.destroy_process_group(group)
+    return before, held, given, after
 
-    async def run(url: str) -> Any:
-        async with Fleet([ServerClient(url, timeout_s=120)]) as fleet:
-            before = await fleet.generate(requests[0])
-            group, name = await join(fleet)
-            await sync_weights(fleet, group, name, changed, 1)
-            digests = (await fleet.weight_digests())[url]
-            replies = await asyncio.gather(*map(fleet.generate, requests[1:]))
-            await fleet.destroy_weights_group(name)
-            distributed.destroy_process_group(group)
-        return before, digests, replies
 
-    with running(tiny_spec(model, "student", tp=2), tmp_path / "log") as server:
-        before, digests, replies = asyncio.run(run(server.url))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_synced_server_is_one_that_loaded_the_same_weights(family: str, tmp_path: Path):
+    old = FAMILIES[family](tmp_path / "old", seed=3)
+    new = perturbed_copy(old, tmp_path / "new", scale=0.3, seed=5)
+    with running(tiny_spec(old, "student"), tmp_path / "server.log") as server:
+        before, held, given, after = asyncio.run(synced(server.spec.url, old, new))
     planned = {
-        (rank, part.name, part.dim, part.start, part.length)
-        for part in server_holdings(read_model_spec(model), tp=2, ep=1)
-        for rank in part.ranks
+        (h.name, h.dim, h.start, h.length) for h in server_holdings(read_model_spec(old), 1, 1)
     }
-    held = {(piece.rank, piece.hf_name, piece.dim, piece.start, piece.length) for piece in digests}
-    assert held == planned, "what a plan of weight transfers takes the ranks to hold"
-    assert differing(digests, changed) == []
-    file = model / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | meant))
-    reference = load_reference(model)
-    error = span_error(reference, requests[0], before, 0, len(before.output_ids_T))
-    bounded("servers of families: draws as loaded (nats)", error, TOLERANCE, name)
-    reference.load_state_dict(changed)
-    for request, reply in zip(requests[1:], replies, strict=True):
-        error = span_error(reference, request, reply, 0, len(reply.output_ids_T))
-        bounded("servers of families: draws after a weight sync (nats)", error, TOLERANCE, name)
-    assert max(len(reply.output_ids_T) for reply in replies) > 64, "beyond windows and YaRN's start"
+    assert {(p.hf_name, p.dim, p.start, p.length) for p in held} == planned
+    assert differing(held, load_tensors(old)) == []
+    assert differing(given, load_tensors(new)) == []
+    for model, reply in ((old, before), (new, after)):
+        error = span_error(load_reference(model), REQUEST, reply, 0, len(reply.output_ids_T))
+        bounded("families: draws before and after shards (nats)", error, 1e-5, family)
+    other = span_error(load_reference(old), REQUEST, after, 0, len(after.output_ids_T))
+    assert other > 1e-2

@@ -35,7 +35,8 @@ def perturbed_copy(model: Path, path: Path, scale: float, seed: int) -> Path:
     copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in copy.parameters():
+        biases = [held for name, held in copy.named_buffers() if name.endswith("bias")]
+        for parameter in [*copy.parameters(), *biases]:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(noise * scale * (parameter.std() + 0.1))
     copy.save_pretrained(path)

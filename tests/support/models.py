@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -26,6 +28,8 @@ from transformers import (
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -130,6 +134,58 @@ def tiny_qwen3_moe(
     model = Qwen3MoeForCausalLM(config).float()
     _randomise(model, seed, head_std)
     return _save(model, path, config.vocab_size)
+
+
+def tiny_qwen2_moe(
+    path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object
+) -> Path:
+    """Writes a random Qwen2-MoE checkpoint (float32, 4 experts, top-2, a shared one) to `path`."""
+    experts: dict[str, object] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.0,
+    }
+    config = Qwen2MoeConfig(**_without_attention_bias(experts | overrides))
+    model = Qwen2MoeForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
+def tiny_glm4_moe(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random GLM-4.5 checkpoint (float32, a dense layer, then 4 experts, top-2)."""
+    experts: dict[str, object] = {
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "partial_rotary_factor": 0.5,
+        "n_routed_experts": 4,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 1,
+    }
+    config = Glm4MoeConfig(**(_shared_config(rms_norm_eps=1e-5) | experts | overrides))
+    model = Glm4MoeForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    _bias_choices(model, seed)
+    return _save(model, path, config.vocab_size)
+
+
+def _bias_choices(model: PreTrainedModel, seed: int) -> None:
+    """Correction biases ~ N(0, 0.3): about as far apart as sigmoids are, so that they count."""
+    generator = torch.Generator().manual_seed(seed + 1)
+    for name, buffer in sorted(model.named_buffers()):
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 
 
 def tiny_qwen2(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:

@@ -28,7 +28,8 @@ class Row:
     global in `hf`. dim: the dimension (of the Hugging Face tensors) that tensor parallelism splits;
     None: replicated. fusion: `qkv` interleaves [q.. q k v] per KV group, `gate_up` stacks both.
     vocab: dimension 0 is the vocabulary, which Megatron pads with rows of zeros. layers: which have
-    the parameter.
+    the parameter. exact: servers hold it in float32, whatever their dtype. buffer: so does the
+    learner, as a buffer of Megatron's, which no optimizer moves.
     """
 
     mcore: tuple[str, ...]
@@ -38,6 +39,8 @@ class Row:
     expert: bool = False
     vocab: bool = False
     layers: Layers = "all"
+    exact: bool = False
+    buffer: bool = False
 
 
 _EMBEDDING = Row(
@@ -61,6 +64,33 @@ PROJECTIONS = (
     ),
     Row(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), 1),
 )
+_FROM_INPUT = (Row(("self_attention.linear_q_proj.weight",), ("self_attn.q_proj.weight",), 0),)
+_FROM_LATENT = (
+    # weight_sync/broadcast_sender.py sends it with the one that follows
+    Row(("self_attention.linear_q_down_proj.weight",), ("self_attn.q_a_proj.weight",)),
+    Row(
+        ("self_attention.q_layernorm.weight", "self_attention.linear_q_up_proj.layer_norm_weight"),
+        ("self_attn.q_a_layernorm.weight",),
+    ),
+    Row(("self_attention.linear_q_up_proj.weight",), ("self_attn.q_b_proj.weight",), 0),
+)
+LATENT_ATTENTION = (
+    Row(("input_layernorm.weight",), ("input_layernorm.weight",)),
+    *_FROM_INPUT,
+    _FROM_LATENT[0],
+    Row(("self_attention.linear_kv_down_proj.weight",), ("self_attn.kv_a_proj_with_mqa.weight",)),
+    *_FROM_LATENT[1:],
+    Row(
+        (
+            "self_attention.kv_layernorm.weight",
+            "self_attention.linear_kv_up_proj.layer_norm_weight",
+        ),
+        ("self_attn.kv_a_layernorm.weight",),
+    ),
+    Row(("self_attention.linear_kv_up_proj.weight",), ("self_attn.kv_b_proj.weight",), 0),
+    Row(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), 1),
+)
+"""With both ways to queries: through a latent of their own, and without one."""
 ATTENTION = (_INPUT_NORM, *PROJECTIONS)
 QKV_BIAS = Row(
     ("self_attention.linear_qkv.bias",),
@@ -70,9 +100,10 @@ QKV_BIAS = Row(
 )
 _O_BIAS = Row(("self_attention.linear_proj.bias",), ("self_attn.o_proj.bias",))
 BIASES = (QKV_BIAS, _O_BIAS)
+KEY_NORM = "self_attention.k_layernorm.weight"
 QK_NORM = (
     Row(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
-    Row(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
+    Row((KEY_NORM,), ("self_attn.k_norm.weight",)),
 )
 POST_NORM = Row(
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
@@ -94,16 +125,50 @@ DENSE_MLP = (
 )
 
 
-def expert_rows(router: str, expert: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """Return the rows of a mixture-of-experts layer, by their Hugging Face names."""
+EXPERT_BIAS = "mlp.router.expert_bias"
+
+
+def bias_row(name: str) -> Row:
+    """Return the row of what is added to experts' scores where they are chosen, not weighed."""
+    return Row((EXPERT_BIAS,), (name,), layers="moe", exact=True, buffer=True)
+
+
+def expert_rows(
+    router: str, expert: str, gate: str, up: str, down: str, *, exact: bool = False
+) -> tuple[Row, ...]:
+    """Return the rows of a mixture-of-experts layer, by their Hugging Face names.
+
+    exact: servers hold the router's weights in float32, see Row.
+    """
     fc1 = ("mlp.experts.local_experts.{e}.linear_fc1.weight", "mlp.experts.linear_fc1.weight{e}")
     fc2 = ("mlp.experts.local_experts.{e}.linear_fc2.weight", "mlp.experts.linear_fc2.weight{e}")
     names = tuple(f"{expert}.{part}.weight" for part in (gate, up))
     return (
-        Row(("mlp.router.weight",), (f"{router}.weight",), layers="moe"),
+        Row(("mlp.router.weight",), (f"{router}.weight",), layers="moe", exact=exact),
         Row(fc1, names, 0, "gate_up", expert=True, layers="moe"),
         Row(fc2, (f"{expert}.{down}.weight",), 1, expert=True, layers="moe"),
     )
+
+
+SHARED_GATE = "mlp.shared_experts.gate_weight"
+
+
+def shared_expert_rows(name: str, gate: str | None = None) -> tuple[Row, ...]:
+    """Return the rows of the feed-forward block that every token of a layer of experts visits.
+
+    gate: the tensor that weighs its output by a sigmoid; None: the output is added as it is.
+    """
+    halves = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
+    rows = (
+        Row(("mlp.shared_experts.linear_fc1.weight",), halves, 0, "gate_up", layers="moe"),
+        Row(
+            ("mlp.shared_experts.linear_fc2.weight",),
+            (f"{name}.down_proj.weight",),
+            1,
+            layers="moe",
+        ),
+    )
+    return rows if gate is None else (*rows, Row((SHARED_GATE,), (gate,), layers="moe"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,16 +179,19 @@ class Family:
     keys are normalised per head, with norms_all_heads over all heads together. pre_norm: norms
     stand before attention and MLP; post_norm: after them, before the sum. qkv_bias: queries, keys
     and values have a bias; o_bias: so has the output projection. moe: it has experts.
-    expert_ffn_key: config.json's key of their size. sums_topk_to_one: the router always scales the
-    chosen experts' weights to a sum of one, which other families' norm_topk_prob tells. end_token:
-    what transformers takes for a config.json without eos_token_id. heads_fill_hidden: transformers
-    wants num_attention_heads to divide hidden_size.
+    expert_ffn_key: config.json's key of their size. experts_keys: those of their number: the
+    class's own, and one that transformers takes for it. sums_topk_to_one: the router always scales
+    the chosen experts' weights to a sum of one, which other families' norm_topk_prob tells.
+    end_token: what transformers takes for a config.json without eos_token_id. heads_fill_hidden:
+    transformers wants num_attention_heads to divide hidden_size.
 
     defaults: what transformers takes for a key that is absent. null is another matter: where it is
-    no value of the key, transformers refuses the file. theta: rope_theta where nothing names it.
+    no value of the key, transformers refuses the file. optional_biases: those that attention_bias
+    adds. theta: rope_theta where nothing names it.
     allowed: values of keys which learner, transformers and SGLang all read in this family, beside
-    those of hf_config.ONE_SIDED. rope_types: rotary positions that all of them know. rotary_share:
-    default of partial_rotary_factor; None: all of them turn every feature of a head, and it is 1.
+    those of hf_config.ONE_SIDED. reads: keys of that table of which all of them read every value.
+    rope_types: rotary positions that all of them know. rotary_share: default of
+    partial_rotary_factor; None: all of them turn every feature of a head, and it is 1.
     interleaved: rotary positions turn neighbours, not a feature of either half. window: what
     sliding_window does, nothing; it limits the context, as SGLang ignores it; or layer_types says
     where it is. plain_window: rotary positions of windowed layers are never scaled. shares_heads:
@@ -143,13 +211,16 @@ class Family:
     o_bias: bool = False
     moe: bool = False
     expert_ffn_key: str = "moe_intermediate_size"
+    experts_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
     sums_topk_to_one: bool = False
     end_token: int | None = None
     heads_fill_hidden: bool = False
     top: tuple[Row, ...] = TOP
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    optional_biases: tuple[Row, ...] = BIASES
     theta: float = 1e4
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, compare=False)
+    reads: frozenset[str] = frozenset()
     rope_types: tuple[str, ...] = ROPE_TYPES
     rotary_share: float | None = None
     interleaved: bool = False
@@ -159,11 +230,33 @@ class Family:
     own_modules: bool = False
     check: Callable[[Mapping[str, Any]], None] | None = field(default=None, compare=False)
 
+    @property
+    def latent(self) -> bool:
+        """Returns whether its attention is latent attention."""
+        return _FROM_LATENT[0] in self.layer or _FROM_INPUT[0] in self.layer
+
+    @property
+    def sigmoid_router(self) -> bool:
+        """Returns whether experts are scored by sigmoids and chosen with a bias."""
+        return any(row.mcore[0] == EXPERT_BIAS for row in self.layer)
+
+    @property
+    def shared_gate(self) -> bool:
+        """Returns whether a gate weighs the output of the shared experts."""
+        return any(row.mcore[0] == SHARED_GATE for row in self.layer)
+
     def of(self, config: Mapping[str, Any]) -> Family:
         """Return the family with the parameters that this complete config.json asks for."""
+        family = self
+        if self.latent:
+            left = _FROM_LATENT if config["q_lora_rank"] is None else _FROM_INPUT
+            family = replace(family, layer=tuple(row for row in family.layer if row not in left))
+        if "use_qk_norm" in self.defaults and config["use_qk_norm"]:
+            family = replace(family, layer=(*family.layer, *QK_NORM), qk_norm=True)
         if not config.get("attention_bias"):
-            return self
-        return replace(self, layer=(*self.layer, *BIASES), qkv_bias=True, o_bias=True)
+            return family
+        layer, o_bias = (*family.layer, *self.optional_biases), _O_BIAS in self.optional_biases
+        return replace(family, layer=layer, qkv_bias=True, o_bias=o_bias)
 
 
 COMMON: Mapping[str, Any] = {

@@ -1,4 +1,4 @@
-"""Describes Qwen 2, 2.5 and 3, dense and with experts."""
+"""Describes Qwen 1.5 (with experts), 2, 2.5 and 3, dense and with experts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from megatron_opd.models.families.family import (
     ROPE_TYPES,
     Family,
     expert_rows,
+    shared_expert_rows,
 )
 
 _EXPERTS = expert_rows("mlp.gate", "mlp.experts.{e}", "gate_proj", "up_proj", "down_proj")
@@ -38,6 +39,33 @@ QWEN3 = Family(
     allowed={**_WINDOW, "attention_bias": (True,)},
     rope_types=(*ROPE_TYPES, "yarn"),
     window="limit",
+)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    (
+        *ATTENTION,
+        QKV_BIAS,
+        POST_NORM,
+        *_EXPERTS,
+        *shared_expert_rows("mlp.shared_expert", gate="mlp.shared_expert_gate.weight"),
+        *DENSE_MLP,
+    ),
+    qkv_bias=True,
+    moe=True,
+    experts_keys=("num_experts",),
+    defaults={
+        **_QWEN,
+        "num_key_value_heads": 16,
+        "num_experts_per_tok": 4,
+        "num_experts": 60,
+        "moe_intermediate_size": 1408,
+        "shared_expert_intermediate_size": 5632,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": None,
+    },
+    reads=frozenset({"shared_expert_intermediate_size"}),
 )
 QWEN3_MOE = Family(
     "qwen3_moe",

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+from megatron_opd.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from megatron_opd.models.families.family import Family
+from megatron_opd.models.families.glm import GLM4_MOE
 from megatron_opd.models.families.llama import LLAMA
 from megatron_opd.models.families.mistral import MISTRAL
 from megatron_opd.models.families.mixtral import MIXTRAL
 from megatron_opd.models.families.olmo import OLMO2, OLMO3
-from megatron_opd.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from megatron_opd.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megatron_opd.models.families.smollm import SMOLLM3
 
+_QWEN = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+_LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE)
 FAMILIES = {
     family.name: family
-    for family in (LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, QWEN2, QWEN3, QWEN3_MOE, SMOLLM3)
+    for family in (GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, SMOLLM3, *_QWEN, *_LATENT)
 }
 
 
 def family_of(model_type: str) -> Family:
     """Return the table of a config.json's `model_type`; ValueError lists the known ones."""
+    if model_type == "kimi_k2":
+        raise ValueError(
+            "model_type kimi_k2 has code of its own, which nothing here runs; the model is "
+            "DeepSeek-V3's: in config.json set model_type to deepseek_v3 and remove auto_map"
+        )
     if model_type not in FAMILIES:
         known = ", ".join(sorted(FAMILIES))
         raise ValueError(f"model_type must be one of {known}, got {model_type[:80]!r}")

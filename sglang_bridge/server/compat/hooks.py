@@ -23,10 +23,15 @@ LOAD_WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_o
 QUANT_CONFIG = "sglang.srt.model_loader.loader._get_quantization_config"
 LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 SAMPLE = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
+# of servers on a CPU, alone
+SHARED_GATE = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
 # of servers that keep gates, alone
 EXPERT_RECORD = "sglang.srt.state_capturer.base.BaseTopkCapturer.__init__"
 EXPERT_CHOICE = "sglang.srt.layers.moe.topk._post_process_topk_ids"
 EXPERT_CAPTURE = "sglang.srt.layers.moe.topk.capture_routed_experts_if_allowed"
+
+# where there is no CUDA, alone
+ROPE_ON_CPU = "sglang.srt.layers.rotary_embedding.factory.get_rope_cpu"
 
 INIT_GROUP = (
     "sglang.srt.model_executor.model_runner_components.weight_updater."
@@ -51,6 +56,7 @@ TARGETS = (
     LOAD_WEIGHTS,
     INIT_GROUP,
 )
+CPU_TARGETS = (SHARED_GATE, ROPE_ON_CPU)
 GATE_TARGETS = (EXPERT_RECORD, EXPERT_CHOICE, EXPERT_CAPTURE)
 
 

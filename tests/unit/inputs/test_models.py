@@ -11,11 +11,12 @@ from megatron_opd.data.end_tokens import EndTokens
 from megatron_opd.errors import UserError
 from megatron_opd.fleet.startup import ServedModel, check_served
 from megatron_opd.inputs.model_facts import read_model
-from megatron_opd.inputs.models import check_models
+from megatron_opd.inputs.models import check_latent, check_models, read_models
 from megatron_opd.launch.servers import make_spec
 from sglang_bridge.protocol import ServerEnds, ServerInfo
 from sglang_bridge.server.spec import NUM_IDS_VARIABLE, server_env
 from tests.support.cli_cases import call, refused
+from tests.support.latent_models import tiny_deepseek_v3
 from tests.support.models import (
     tiny_mistral,
     tiny_mixtral,
@@ -111,6 +112,25 @@ def test_dense_layers_of_a_mixture_are_refused_for_they_would_be_served_wrong(
     words = [f"{role}.model must have experts in every layer", f"layer {dense} of config.json"]
     for verb in ("check", "run"):
         refused(capsys, call(tmp_path, config, verb=verb), *words)
+
+
+def test_what_servers_lack_for_latent_attention_is_refused(
+    tmp_path: Path, config: dict[str, Any], capsys: pytest.CaptureFixture[str]
+):
+    student = {"model": str(tiny_deepseek_v3(tmp_path / "student", seed=3))}
+    teacher = {"teacher": {"model": str(tiny_deepseek_v3(tmp_path / "teacher", seed=4))}}
+    capsys.readouterr()
+    assert call(tmp_path, config | teacher | {"student": student}, verb="check") == 0
+    capsys.readouterr()
+    tree = config | teacher | {"student": student | {"quantization": "int8"}}
+    tree |= {"weight_sync": {"type": "shards"}}
+    words = "student.quantization must be null with latent attention", "got int8"
+    refused(capsys, call(tmp_path, tree, verb="check"), *words)
+    parsed = Config.model_validate(config | teacher | {"student": student})
+    run = parsed.run.model_copy(update={"deterministic": True})
+    parsed = parsed.model_copy(update={"run": run})
+    with pytest.raises(UserError, match=r"^run\.deterministic must be false with latent attention"):
+        check_latent(parsed, read_models(parsed))
 
 
 @pytest.mark.parametrize(

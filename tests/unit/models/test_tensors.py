@@ -17,25 +17,37 @@ from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.rope import Rope
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
+from tests.support.latent_models import (
+    tiny_deepseek_v2,
+    tiny_deepseek_v3,
+    tiny_glm4_moe_lite,
+)
 from tests.support.models import (
+    tiny_glm4_moe,
     tiny_llama,
     tiny_mistral,
     tiny_mixtral,
     tiny_olmo2,
     tiny_olmo3,
     tiny_qwen2,
+    tiny_qwen2_moe,
     tiny_qwen3,
     tiny_qwen3_moe,
     tiny_smollm3,
 )
 
 MAKERS: dict[str, Callable[..., Path]] = {
+    "deepseek_v2": tiny_deepseek_v2,
+    "deepseek_v3": tiny_deepseek_v3,
+    "glm4_moe": tiny_glm4_moe,
+    "glm4_moe_lite": tiny_glm4_moe_lite,
     "llama": tiny_llama,
     "mistral": tiny_mistral,
     "mixtral": tiny_mixtral,
     "olmo2": tiny_olmo2,
     "olmo3": tiny_olmo3,
     "qwen2": tiny_qwen2,
+    "qwen2_moe": tiny_qwen2_moe,
     "qwen3": tiny_qwen3,
     "qwen3_moe": tiny_qwen3_moe,
     "smollm3": tiny_smollm3,
@@ -49,7 +61,7 @@ def test_every_family_is_tested():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", MAKERS)
 def test_published_names_and_shapes(family: str, tied: bool, tmp_path: Path):
-    overrides = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
+    overrides = {"mlp_only_layers": [1]} if family in ("qwen2_moe", "qwen3_moe") else {}
     model = MAKERS[family](tmp_path / "model", tie_word_embeddings=tied, **overrides)
     spec, source = read_model_spec(model), load_file(model / "model.safetensors")
     assert expected_tensors(spec) == {name: tuple(t.shape) for name, t in source.items()}
@@ -57,9 +69,10 @@ def test_published_names_and_shapes(family: str, tied: bool, tmp_path: Path):
     assert AutoConfig.from_pretrained(model).architectures == [spec.family.architecture]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"])
 def test_the_spelling_in_memory_holds_the_same_tensors(family: str, tmp_path: Path):
-    published = MAKERS[family](tmp_path / "published")
+    overrides = {"first_k_dense_replace": 0} if family == "glm4_moe" else {}
+    published = MAKERS[family](tmp_path / "published", **overrides)
     model = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     model.save_pretrained(tmp_path / "held", save_original_format=False)
     spec, held = read_model_spec(published), stored_tensors(tmp_path / "held")

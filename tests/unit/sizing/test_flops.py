@@ -12,7 +12,15 @@ from transformers import AutoModelForCausalLM
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.sizing.flops import Work, forward_flops, mfu, train_flops
 from tests.support.figures import bounded, relative
-from tests.support.models import tiny_llama, tiny_mixtral, tiny_olmo3, tiny_qwen3, tiny_qwen3_moe
+from tests.support.latent_models import tiny_deepseek_v2, tiny_deepseek_v3
+from tests.support.models import (
+    tiny_llama,
+    tiny_mixtral,
+    tiny_olmo3,
+    tiny_qwen2_moe,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 
 PROMPT, RESPONSE = 23, 41
 MIXED = {"num_hidden_layers": 3, "mlp_only_layers": [1], "intermediate_size": 96}
@@ -22,8 +30,11 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
     "qwen3-moe": (tiny_qwen3_moe, {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen3-moe, a dense layer": (tiny_qwen3_moe, MIXED),
     "mixtral": (tiny_mixtral, {}),
+    "qwen2-moe": (tiny_qwen2_moe, MIXED),
     "llama": (tiny_llama, {}),
     "olmo3": (tiny_olmo3, {}),
+    "deepseek v2": (tiny_deepseek_v2, {"first_k_dense_replace": 3}),
+    "deepseek v3": (tiny_deepseek_v3, {"first_k_dense_replace": 3}),
 }
 
 

@@ -1,14 +1,17 @@
 """Plans of servers."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_opd.config.servers import ServerConfig
+from megatron_opd.models.spec import read_model_spec
 from megatron_opd.sizing import servers
 from megatron_opd.sizing.parameters import model_parameters
 from megatron_opd.weight_sync.holdings import as_held, server_holdings
 from sglang_bridge.weights.formats import item_bytes
+from tests.support.latent_models import tiny_deepseek_v3
 from tests.support.published import MODELS, spec_of
 
 GIB = 2**30
@@ -55,6 +58,18 @@ def test_quantised_weights_are_counted_as_they_are_held(name: str, tp: int, ep: 
     plain = servers.server_memory(spec, server(tp=tp, ep=ep)).weights
     matrices = 0.95 if name == "Qwen3-30B-A3B" else 0.6  # a small model is embeddings for much
     assert max(by_rank) < plain * (1 - matrices / 2)
+
+
+def test_a_server_keeps_latents_and_a_copy_of_what_opens_them(tmp_path: Path):
+    spec = read_model_spec(tiny_deepseek_v3(tmp_path / "model"))
+    for tp in (1, 2):
+        memory = servers.server_memory(spec, server(tp=tp))
+        by_rank = [0] * tp
+        for part in server_holdings(spec, tp, 1):
+            for rank in part.ranks:
+                by_rank[rank] += part.elements * item_bytes("bfloat16")[part.kind]
+        assert memory.weights == max(by_rank) + 3 * 4 * (16 + 12) * 32 * 2 // tp
+        assert memory.kv_token_bytes == 3 * (32 + 8) * 2, "whole on every rank"
 
 
 def test_server_shards():

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ from sglang_bridge.ports import free_port
 from sglang_bridge.server import loaded
 from sglang_bridge.server.entry import offer_standins
 from tests.support.models import (
+    tiny_glm4_moe,
     tiny_llama,
     tiny_mixtral,
     tiny_qwen2,
+    tiny_qwen2_moe,
     tiny_qwen3,
     tiny_qwen3_moe,
 )
@@ -27,9 +30,11 @@ offer_standins()
 
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
 FAMILIES = {
+    "glm4_moe": partial(tiny_glm4_moe, first_k_dense_replace=0),
     "llama": tiny_llama,
     "mixtral": tiny_mixtral,
     "qwen2": tiny_qwen2,
+    "qwen2_moe": tiny_qwen2_moe,
     "qwen3": tiny_qwen3,
     "qwen3_moe": tiny_qwen3_moe,
 }

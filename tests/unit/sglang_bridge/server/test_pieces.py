@@ -12,6 +12,11 @@ from megatron_opd.models.families.table import FAMILIES
 from sglang_bridge.server import pieces
 
 OWNER = {
+    "deepseek_v2": "model.layers.3.mlp.experts",
+    "deepseek_v3": "model.layers.3.mlp.experts",
+    "glm4_moe": "model.layers.3.mlp.experts",
+    "glm4_moe_lite": "model.layers.3.mlp.experts",
+    "qwen2_moe": "model.layers.3.mlp.experts",
     "qwen3_moe": "model.layers.3.mlp.experts",
     "mixtral": "model.layers.3.block_sparse_moe.experts",
 }
@@ -92,7 +97,8 @@ def test_a_rank_of_padding_alone_holds_no_piece(
     module.shard_indices = SimpleNamespace(
         num_added_elements=0, num_org_elements=count, org_vocab_start_index=min(5, 3 * rank)
     )
-    found = list(pieces.pieces_of(module, "model.embed_tokens", "weight", torch.zeros(3, 4)))
+    modules = {"model.embed_tokens": module}
+    found = list(pieces.pieces_of(modules, "model.embed_tokens", "weight", torch.zeros(3, 4)))
     assert [(piece.start, piece.length) for piece in found] == held
     assert all(piece.view.shape == (piece.length, 4) for piece in found)
 
