@@ -28,7 +28,7 @@ from sglang_bridge.server import (
     seeded,
     validate,
 )
-from sglang_bridge.server.compat import batches, hooks, ranks, startup
+from sglang_bridge.server.compat import batches, delta_net, hooks, ranks, startup
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.sampling import dropped
 from sglang_bridge.server.spec import (
@@ -86,6 +86,8 @@ def register() -> None:
 def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:
     """Gives the output rank its draws: the model runner's observer, the scores' generator."""
     global _generator, _runner
+    if not torch.cuda.is_available():
+        delta_net.answer_in_torch()
     if ranks.is_deterministic() and not torch.cuda.is_available():
         named = runner.model.named_parameters()
         invariance.check(held for name, held in named if not name.endswith(SCALES_SUFFIX))
