@@ -105,7 +105,7 @@ def pair_rules(
     except ValueError as error:
         raise ValueError(f"init: {error}") from None
     keys = config.prompt_key, config.response_key, config.messages_key
-    limits = frozenset(ends.ids), ends.written, spec.max_position
+    limits = frozenset(ends.ids), ends.written, spec.longest_context
     return PairRules(*keys, how, *limits, config.tools_key)
 
 

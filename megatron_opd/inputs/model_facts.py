@@ -60,7 +60,7 @@ def read_model(path: Path, key: str) -> ModelFacts:
             f"transformers goes by, got {architecture!r}, which SGLang would serve"
         )
     check_servable(key, spec)
-    return ModelFacts(path, architecture, spec.vocab_size, spec.max_position, raw, spec)
+    return ModelFacts(path, architecture, spec.vocab_size, spec.longest_context, raw, spec)
 
 
 def check_servable(key: str, spec: ModelSpec) -> None:
@@ -70,7 +70,7 @@ def check_servable(key: str, spec: ModelSpec) -> None:
     never loaded.
     """
     dense = [layer for layer, moe in enumerate(spec.moe_layers) if not moe]
-    if spec.is_moe and dense:
+    if spec.is_moe and dense and "mlp_only_layers" in spec.family.defaults:
         raise UserError(
             f"{key} must have experts in every layer, because SGLang 0.5.23 ignores "
             f"mlp_only_layers and decoder_sparse_step; layer {dense[0]} of config.json is dense"

@@ -290,6 +290,7 @@ def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
             ("tp", section.tp, "attention heads", spec.num_heads),
             ("tp", section.tp, "feed-forward features", spec.ffn_size),
             ("ep", section.ep, "experts", spec.num_experts),
+            *spec.shared_rules(section.tp),
         )
         for name, degree, what, count in rules:
             if degree > 1 and (count == 0 or count % degree):

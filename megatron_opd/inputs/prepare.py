@@ -50,6 +50,7 @@ from megatron_opd.inputs.verifiers import check_isolation, row_tasks
 from megatron_opd.inputs.weights import unread_note
 from megatron_opd.metrics.token_texts import Decode
 from megatron_opd.models.hf_config import rope_note
+from megatron_opd.models.rope import yarn_note
 from megatron_opd.records.types import Prompt
 from megatron_opd.rollout.teacher_guard import PROMPTS
 
@@ -164,6 +165,7 @@ def model_notes(models: CheckedModels) -> list[str]:
         for line in (
             unread_note(model.path, f"{role}.model", model.spec),
             rope_note(f"{role}.model", model.raw),
+            yarn_note(f"{role}.model", model.spec.rope),
         )
     ]
     return [line for line in found if line is not None]

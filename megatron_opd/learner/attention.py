@@ -22,10 +22,11 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 
 from megatron_opd.learner.context_parallel import packed_order, share_of, whole_sequence
 from megatron_opd.losses.host import sent
-from megatron_opd.models.spec import Rope
+from megatron_opd.models.rope import Rope, yarn_ramp
 
 # One padded call is faster than one call per segment until padding wastes this share of the work.
 MAX_PADDING_WASTE = 2.0
@@ -145,7 +146,7 @@ class PackedRotary(RotaryEmbedding):
     """Computes rotary angles per packed position.
 
     GPTModel asks for a sequence length and passes it on to `forward`; the packing travels in its
-    place, so that every layer gets ready angles [S, 1, 1, d].
+    place, so that every layer gets ready angles [S, 1, 1, d]; d: the features that turn.
     """
 
     def get_rotary_seq_len(self, *args: Any, **kwargs: Any) -> Any:
@@ -156,21 +157,32 @@ class PackedRotary(RotaryEmbedding):
         """Return the angles, float32 [s, 1, 1, d]."""
         assert packing.positions_s is not None
         angles = torch.outer(packing.positions_s.to(self.inv_freq), self.inv_freq)
-        return torch.cat((angles, angles), dim=-1)[:, None, None, :]
+        if self.rotary_interleaved:
+            both = angles.repeat_interleave(2, dim=-1)
+        else:
+            both = torch.cat((angles, angles), dim=-1)
+        return both[:, None, None, :]
 
 
 def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device) -> torch.Tensor:
-    """Return float32 [head_dim / 2], radians per position, equal to transformers' bit for bit.
+    """Return float32 [turning features / 2], radians per position, transformers' bit for bit.
 
     The counterpart is transformers' ROPE_INIT_FUNCTIONS; Megatron's RotaryEmbedding knows Llama 3's
     stretching with two of its four numbers fixed.
     """
-    exponent = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+    features = rope.features(head_dim)
+    exponent = torch.arange(0, features, 2, dtype=torch.float32, device=device) / features
     inv_freq = 1.0 / (rope.theta**exponent)
     if rope.type == "default":
         return inv_freq
     if rope.type == "linear":
         return inv_freq / rope.factor
+    if rope.type == "yarn":
+        low, high = yarn_ramp(rope, features)
+        pair = torch.arange(features // 2, dtype=torch.float32, device=device)
+        kept = 1 - ((pair - low) / (high - low)).clamp(0, 1)
+        stretched = 1.0 / (rope.factor * rope.theta**exponent)
+        return stretched * (1 - kept) + inv_freq * kept
     longest = rope.original_max_position / rope.low_freq_factor
     shortest = rope.original_max_position / rope.high_freq_factor
     wavelength = 2 * math.pi / inv_freq
@@ -184,7 +196,12 @@ def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device) -> torch
 
 
 class PackedAttention(MegatronModule):
-    """Computes causal attention inside each segment, with grouped queries and no dropout."""
+    """Computes causal attention inside each segment, with grouped queries and no dropout.
+
+    window: positions that a query sees, its own included; None: all before it.
+    """
+
+    window: int | None = None
 
     def __init__(
         self,
@@ -197,6 +214,10 @@ class PackedAttention(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.scale = softmax_scale or 1 / math.sqrt(config.kv_channels or 1)
+        before = config.window_size
+        if is_layer_window_attention(before, config.window_attn_skip_freq, layer_number):
+            assert before is not None
+            self.window = before[0] + 1
 
     def forward(
         self,
@@ -251,9 +272,14 @@ class PackedAttention(MegatronModule):
         place_BL: each query's position among the keys; None: its own, L equals L'.
         """
         mask = None
-        if place_BL is not None:
+        windowed = self.window is not None and self.window < k.shape[1]
+        if place_BL is not None or windowed:
             key_L = torch.arange(k.shape[1], device=k.device)
-            mask = (key_L <= place_BL[..., None])[:, None]
+            last_BL = key_L[None] if place_BL is None else place_BL
+            mask = key_L <= last_BL[..., None]
+            if windowed:
+                mask &= key_L > last_BL[..., None] - self.window
+            mask = mask[:, None]
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),

@@ -26,6 +26,12 @@ from megatron.core.transformer.moe.router import Router
 
 _counted_by_megatron: Any = megatron_router.TopKRouter._apply_expert_bias  # pyright: ignore[reportPrivateUsage]
 GLOBAL = "global_aux_loss"  # one loss of all data-parallel ranks together
+TRACKED = {
+    "aux_loss": "load_balancing_loss",
+    "seq_aux_loss": "seq_load_balancing_loss",
+    GLOBAL: "global_load_balancing_loss",
+}
+"""Megatron's names of the losses that it keeps, by kind."""
 
 
 @dataclass(frozen=True)
@@ -81,17 +87,20 @@ class Balancing:
             self.settings.moe_z_loss_coeff = self.z_coefficient * own
         return micros if self.kinds[0] == GLOBAL else int(filled)
 
-    def mean_loss(self, losses: int) -> float:
+    def mean_loss(self, losses: int) -> float | None:
         """Return the first kind's mean loss over layers and micro-batches after a mini-batch.
 
-        losses: what `weigh` returned. Unweighed: 1 when every expert gets the same share.
-        Collective over the world.
+        losses: what `weigh` returned. Unweighed: 1 when every expert gets the same share. None:
+        there is no kind, only the loss of large logits. Collective over the world.
         """
         tracker = get_moe_metrics_tracker()
-        values = [kind.values.sum() for kind in tracker.metrics.values()]
+        if self.kinds[0] not in TRACKED:
+            tracker.clear()
+            return None
         total = torch.zeros((), device=torch.cuda.current_device())
-        if values:  # a pipeline stage of dense layers has none
-            total += values[0]
+        kept = tracker.metrics.get(TRACKED[self.kinds[0]])
+        if kept is not None:  # a pipeline stage of dense layers has none
+            total += kept.values.sum()
         dist.all_reduce(total)
         tracker.clear()
         return float(total) / (self.moe_layers * losses)

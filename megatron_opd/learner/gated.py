@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
@@ -75,9 +76,13 @@ class GatedMLP(MLP):
         return second(swiglu(both))
 
 
+class GatedSharedExperts(SharedExpertMLP, GatedMLP):
+    """Computes the experts that every token visits so, and what their gate makes of it."""
+
+
 def keep_less(model: torch.nn.Module) -> None:
     """Turn every feed-forward block of Megatron's in `model` into a GatedMLP."""
+    turned: dict[type, type] = {MLP: GatedMLP, SharedExpertMLP: GatedSharedExperts}
     for module in model.modules():
-        if type(module) is MLP:
-            # Not a new module: parameters, their names and marks, and checkpoints stay as they are.
-            module.__class__ = GatedMLP
+        # Not a new module: parameters, their names and marks, and checkpoints stay as they are.
+        module.__class__ = turned.get(type(module), type(module))

@@ -312,7 +312,9 @@ class MegatronLearner:
         """
         lengths = zip(batch.prompt_B.tolist(), batch.response_B.tolist(), strict=True)
         # In millions: those of a big batch are no int64.
-        mflops = self._sum_over_data(train_flops(self.spec, Work.of(lengths)) // 10**6)
+        mflops = self._sum_over_data(
+            train_flops(self.spec, Work.of(lengths, self.spec.window)) // 10**6
+        )
         seconds = metrics.forward_backward_s + metrics.optimizer_s
         cuda = self.world.device.type == "cuda" and self.config.dtype == "bfloat16"
         peak = PEAK_BF16_TFLOPS.get(torch.cuda.get_device_name()) if cuda else None

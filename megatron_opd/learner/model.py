@@ -6,6 +6,7 @@ Its weights mean nothing until checkpoint.convert fills every one of them.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from shutil import which
 from typing import Any
@@ -14,7 +15,6 @@ import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel import layers as parallel_layers
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -31,11 +31,9 @@ from megatron_opd.config.recompute import FEED_FORWARD
 from megatron_opd.config.speedups import choose_speedups, overlapping
 from megatron_opd.learner.attention import (
     PackedRotary,
-    RMSNorm,
-    local_layer,
-    rotary_frequencies,
 )
 from megatron_opd.learner.gated import keep_less
+from megatron_opd.learner.layers import layer_spec, norm_class, turn
 from megatron_opd.learner.lm_head import hide_padded_ids
 from megatron_opd.learner.overrides import build, check_overrides
 from megatron_opd.learner.top_k import sort_choices
@@ -148,6 +146,8 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
             "num_moe_experts": spec.num_experts,
             "moe_ffn_hidden_size": spec.expert_ffn_size,
             "moe_router_topk": spec.experts_per_token,
+            "moe_shared_expert_intermediate_size": spec.shared_ffn_size or None,
+            "moe_shared_expert_gate": spec.family.shared_gate,
             "moe_layer_freq": [int(holds) for holds in spec.moe_layers],
             # Softmax over the chosen experts equals renormalising a softmax over all of them.
             "moe_router_pre_softmax": not spec.norm_topk_prob,
@@ -166,6 +166,11 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "gated_linear_unit": True,
         "activation_func": F.silu,
         "add_bias_linear": False,
+        "rotary_interleaved": spec.rope.interleaved,
+        # Cosines and sines times a factor: products of queries and keys times its square.
+        "softmax_scale": spec.rope.logit_factor / math.sqrt(spec.head_dim),
+        "window_size": None if spec.window is None else (spec.window - 1, 0),
+        "window_attn_skip_freq": [int(windowed) for windowed in spec.windowed] or None,
     }
 
 
@@ -175,19 +180,14 @@ def _layer_specs(
     """Return the layers of one chunk of this pipeline stage."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage)
-    kinds = {}
-    for holds_experts in set(spec.moe_layers):
-        experts = spec.num_experts if holds_experts else None
-        kinds[holds_experts] = (
-            get_gpt_layer_with_transformer_engine_spec(
-                num_experts=experts,
-                moe_grouped_gemm=config.moe_grouped_gemm,
-                qk_layernorm=spec.family.qk_norm,
-            )
-            if engine
-            else local_layer(experts, spec.family.qk_norm)
-        )
-    return [kinds[holds] for holds in spec.moe_layers[first : first + count]]
+    kinds: dict[tuple[bool, bool], ModuleSpec] = {}
+    layers: list[ModuleSpec] = []
+    for layer in range(first, first + count):
+        kind = spec.moe_layers[layer], spec.is_windowed(layer)
+        if kind not in kinds:
+            kinds[kind] = layer_spec(spec, config, engine, moe=kind[0], windowed=kind[1])
+        layers.append(kinds[kind])
+    return layers
 
 
 def ddp_config(config: LearnerConfig, *, cuda: bool) -> DistributedDataParallelConfig:
@@ -226,13 +226,8 @@ def _chunk(
     spec: ModelSpec, world: World, config: TransformerConfig, vp_stage: int | None, index: int
 ) -> GPTModel:
     engine = world.kernels.engine
-    norm: Any = RMSNorm
-    if engine:
-        from megatron.core.extensions.transformer_engine import TENorm
-
-        norm = TENorm
     layers: Any = TransformerBlockSubmodules(
-        layer_specs=_layer_specs(spec, config, engine, vp_stage), layer_norm=norm
+        layer_specs=_layer_specs(spec, config, engine, vp_stage), layer_norm=norm_class(engine)
     )
     model = _built_without_apex(
         lambda: GPTModel(
@@ -241,6 +236,7 @@ def _chunk(
             vocab_size=spec.padded_vocab(world.parallel.tp),
             max_sequence_length=spec.max_position,
             position_embedding_type="rope",
+            rotary_percent=spec.rope.share,
             rotary_base=spec.rope.theta,  # type: ignore[arg-type]
             share_embeddings_and_output_weights=spec.tied,
             parallel_output=True,
@@ -253,11 +249,12 @@ def _chunk(
         keep_less(model)
         model.rotary_pos_emb = PackedRotary(
             spec.head_dim,
-            rotary_percent=1.0,
+            rotary_percent=spec.rope.share,
+            rotary_interleaved=spec.rope.interleaved,
             rotary_base=spec.rope.theta,  # type: ignore[arg-type]
             use_cpu_initialization=config.use_cpu_initialization,
         )
-    model.rotary_pos_emb.inv_freq = rotary_frequencies(spec.rope, spec.head_dim, world.device)
+    turn(model, spec, world.device)
     hide_padded_ids(model, spec.num_ids)
     sort_choices(model)
     return model.to(world.device, config.params_dtype)

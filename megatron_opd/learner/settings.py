@@ -110,9 +110,9 @@ REFUSED: Names = {
             enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
             cuda_graph_warmup_steps external_cuda_graph cuda_graph_impl cuda_graph_modules
             cuda_graph_scope delay_offload_until_cuda_graph"""),
-        "the learner builds no shared experts": _names("""
-            moe_shared_expert_overlap use_grouped_gemm_for_shared_expert
-            moe_shared_expert_glu_interleave_size"""),
+        "it computes shared experts in a way that no test here has run": _names(
+            "moe_shared_expert_overlap use_grouped_gemm_for_shared_expert"
+        ),
         "it drops tokens of a full expert rank, or stops the run": _names("""
             moe_expert_rank_capacity_factor moe_paged_stash moe_paged_stash_page_size
             moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu"""),
@@ -122,7 +122,7 @@ REFUSED: Names = {
         "it is of quantile balancing, which passes over routing replay and over fillers; use "
         "moe_router_load_balancing_type: aux_loss": _names("moe_router_quantile_balancing_ema"),
         "it reads gate and up projections of experts in another order than checkpoints have": (
-            _names("moe_mlp_glu_interleave_size")
+            _names("moe_mlp_glu_interleave_size moe_shared_expert_glu_interleave_size")
         ),
         "experts' weights would get names that checkpoints and weight syncs do not know": _names(
             "moe_single_grouped_weight moe_single_grouped_bias"

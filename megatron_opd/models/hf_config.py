@@ -31,10 +31,13 @@ ONE_SIDED: dict[str, tuple[Any, ...]] = {
     "n_shared_experts": (None, 0),
     "shared_expert_intermediate_size": (None, 0),
 }
-ROPE_TYPES = ("default", "linear", "llama3")
 ROPE_KEYS = frozenset(
     {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor"}
     | {"original_max_position_embeddings", "partial_rotary_factor"}
+)
+YARN_KEYS = frozenset(
+    {"beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"}
+    | {"attention_factor", "attn_factor"}
 )
 
 
@@ -45,26 +48,32 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
     """
     full = {**family.defaults, **config}
     for key, agreed in ONE_SIDED.items():
+        if key == "partial_rotary_factor" and family.rotary_share is not None:
+            continue
         allowed = agreed + family.allowed.get(key, ())
-        if key in full and full[key] not in allowed:
+        if key in full and full[key] not in allowed and key not in family.reads:
             raise ValueError(f"{key} must be {allowed[0]!r}, got {shown(full[key])}")
+    if family.check is not None:
+        family.check(full)
     # Qwen's carry a window that use_sliding_window switches off; the others have no such switch
     switched = "use_sliding_window" in family.defaults
-    if not switched and full.get("sliding_window") is not None:
-        raise ValueError(f"sliding_window must be null, got {shown(full['sliding_window'])}")
+    window = None if switched and not full["use_sliding_window"] else full.get("sliding_window")
+    if window is not None and family.window == "none":
+        raise ValueError(f"sliding_window must be null, got {shown(window)}")
+    full["sliding_window"] = window
     layers = full.get("layer_types") or []
-    if not isinstance(layers, list) or any(each != "full_attention" for each in layers):
-        raise ValueError(f"layer_types must name full_attention alone, got {shown(layers)}")
+    kinds = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
+    if not isinstance(layers, list) or any(each not in kinds for each in layers):
+        raise ValueError(f"layer_types must name {' or '.join(kinds)} alone, got {shown(layers)}")
     # null means as many as heads, except where transformers' mixtures refuse it
     if full["num_key_value_heads"] is None and not family.moe:
         full["num_key_value_heads"] = full["num_attention_heads"]
     if family.moe:
-        # transformers' attribute_map: whichever is not the class's own field is set last
-        own = "num_experts" if "num_experts" in family.defaults else "num_local_experts"
-        other = "num_local_experts" if own == "num_experts" else "num_experts"
+        own, *others = family.experts_keys
         if full[own] is None:
             raise ValueError(f"{own} must be an integer, got None")
-        full["num_experts"] = full.get(other, full[own])
+        # transformers' attribute_map: whichever is not the class's own field is set last
+        full["num_experts"] = next((full[key] for key in others if key in full), full[own])
     return full
 
 
@@ -80,17 +89,20 @@ def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", family.theta))
     rope.setdefault("rope_type", rope.get("type", "default"))
-    if rope["rope_type"] not in ROPE_TYPES:
+    kind = rope["rope_type"]
+    if kind not in family.rope_types:
         raise ValueError(
-            f"rope type must be one of {', '.join(ROPE_TYPES)}, got {shown(rope['rope_type'])}"
+            f"rope type must be one of {', '.join(family.rope_types)}, got {shown(kind)}"
         )
-    unknown = rope.keys() - ROPE_KEYS
+    known = ROPE_KEYS | YARN_KEYS if kind == "yarn" else ROPE_KEYS
+    unknown = rope.keys() - known
     if unknown:
         raise ValueError(
-            f"rotary settings must be of {', '.join(sorted(ROPE_KEYS))}, got {shown(min(unknown))}"
+            f"rotary settings must be of {', '.join(sorted(known))}, got {shown(min(unknown))}"
         )
     rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
-    if rope.get("partial_rotary_factor", 1) != 1:
+    share = config.get("partial_rotary_factor", family.rotary_share or 1)
+    if rope.setdefault("partial_rotary_factor", share) != 1 and family.rotary_share is None:
         raise ValueError(
             "partial_rotary_factor must be 1: every feature of a head is rotated, got "
             f"{shown(rope['partial_rotary_factor'])}"

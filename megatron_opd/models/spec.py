@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import isclose
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.wording import shown
@@ -13,38 +14,23 @@ from megatron_opd.models.families.family import Family
 from megatron_opd.models.families.table import family_of
 from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
 from megatron_opd.models.hf_config import complete, rope_parameters
+from megatron_opd.models.rope import Rope, RopeType, yarn_attention_factor
 
 MAX_COUNT = 2**31 - 1
 # Each layer and each expert of it is listed by name.
 MAX_LAYERS, MAX_EXPERTS = 1024, 4096
 
 
-RopeType = Literal["default", "linear", "llama3"]
-
-
-@dataclass(frozen=True, slots=True)
-class Rope:
-    """Describes rotary positions. theta: base of the wavelengths. factor: stretches long ones.
-
-    linear stretches all of them; llama3 those above original_max_position / low_freq_factor
-    positions, none below original_max_position / high_freq_factor, and blends in between.
-    """
-
-    theta: float
-    type: RopeType = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position: int = 8192
-
-
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
     """Describes the architecture. moe_layers: layers with experts; hidden sizes in features.
 
+    shared_ffn_size: features of the experts that every token visits, together; 0: there are none.
     norm_topk_prob: the chosen experts' probabilities are renormalised to sum 1. tied: the output
-    layer shares the embedding. initializer_range: standard deviation of a fresh weight. cut_to: see
-    num_ids; None: of every row.
+    layer shares the embedding. initializer_range: standard deviation of a fresh weight. window:
+    positions that a query sees in the windowed layers, its own included. window_rope: rotary
+    positions of those layers; None: as the others'. window_limit: a window that SGLang ignores, so
+    that no context may be longer. cut_to: see num_ids; None: of every row.
     """
 
     family: Family
@@ -63,8 +49,13 @@ class ModelSpec:
     num_experts: int = 0
     experts_per_token: int = 0
     expert_ffn_size: int = 0
+    shared_ffn_size: int = 0
     norm_topk_prob: bool = True
     moe_layers: tuple[bool, ...] = ()
+    window: int | None = None
+    windowed: tuple[bool, ...] = ()
+    window_rope: Rope | None = None
+    window_limit: int | None = None
     cut_to: int | None = None
 
     @property
@@ -73,13 +64,28 @@ class ModelSpec:
         return self.vocab_size if self.cut_to is None else self.cut_to
 
     @property
+    def longest_context(self) -> int:
+        """Returns the tokens that learner and server read alike."""
+        return min(self.max_position, self.window_limit or self.max_position)
+
+    @property
     def is_moe(self) -> bool:
         """Returns whether any layer holds experts."""
         return any(self.moe_layers)
 
+    def is_windowed(self, layer: int) -> bool:
+        """Return whether a query of this layer sees a window of positions alone."""
+        return bool(self.windowed) and self.windowed[layer]
+
     def padded_vocab(self, tp: int) -> int:
         """Return the embedding's rows when `tp` ranks split it; added rows are zeros."""
         return -(-self.vocab_size // tp) * tp
+
+    def shared_rules(self, tp: int) -> tuple[tuple[str, int, str, int], ...]:
+        """Return what tp ranks must divide beside the rest: (key, ranks, what, how many)."""
+        if not self.shared_ffn_size:
+            return ()
+        return (("tp", tp, "shared experts' features", self.shared_ffn_size),)
 
     def check_parallel(self, parallel: ParallelConfig, *, uneven: bool = False) -> None:
         """Raise ValueError, naming key, rule and value, when the model cannot be cut this way.
@@ -97,6 +103,7 @@ class ModelSpec:
             ("tp", parallel.tp, "feed-forward features", self.ffn_size),
             ("pp", 1 if uneven else parallel.pp, "layers", self.num_layers),
             ("ep", parallel.ep, "experts", self.num_experts),
+            *self.shared_rules(parallel.tp),
         )
         for key, degree, what, count in rules:
             if count % degree or (degree > 1 and count == 0):
@@ -109,6 +116,11 @@ class ModelSpec:
             raise ValueError(
                 "learner.parallel.tp must divide the model's key-value heads or be a multiple of "
                 f"them, got tp={tp} and {heads} key-value heads"
+            )
+        if self.family.norms_all_heads and tp > heads:
+            raise ValueError(
+                "learner.parallel.tp must divide the model's key-value heads, whose norm is one "
+                f"over all of them, got tp={tp} and {heads} key-value heads"
             )
         rows = (self.num_heads + 2 * heads) * self.head_dim
         if rows % tp:
@@ -171,6 +183,13 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
     head_dim = _count(config, "head_dim") if given else hidden // heads
     if head_dim < 2 or head_dim % 2:  # rotary positions turn pairs of features
         raise ValueError(f"head_dim must be an even number >= 2, got {head_dim}")
+    rope = _rope(config, family)
+    turning = rope.features(head_dim)
+    if turning < 2 or turning % 2 or turning > head_dim:
+        raise ValueError(
+            "partial_rotary_factor must leave an even number >= 2 of a head's features that turn, "
+            f"got {rope.share} of {head_dim}"
+        )
     return ModelSpec(
         family=family,
         num_layers=layers,
@@ -181,12 +200,34 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         ffn_size=_count(config, "intermediate_size"),
         vocab_size=_count(config, "vocab_size"),
         max_position=_count(config, "max_position_embeddings"),
-        rope=_rope(config, family),
+        rope=rope,
         norm_eps=_positive(config, "rms_norm_eps", whole=False),
         tied=_flag(config, "tie_word_embeddings"),
         initializer_range=_positive(config, "initializer_range", whole=False),
         **_experts(config, family, layers),
+        **_windows(config, family, layers, rope),
     )
+
+
+def _windows(config: dict[str, Any], family: Family, layers: int, rope: Rope) -> dict[str, Any]:
+    """Return the fields of ModelSpec that say what queries do not see."""
+    if config["sliding_window"] is None:
+        return {}
+    window = _count(config, "sliding_window")
+    if family.window == "limit":
+        return {"window_limit": window}
+    # transformers' default of all families that say so by layer
+    kinds = config.get("layer_types") or [
+        "full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(layers)
+    ]
+    if len(kinds) != layers:
+        raise ValueError(f"layer_types must name {layers} layers, got {len(kinds)}")
+    plain = Rope(rope.theta, share=rope.share, interleaved=rope.interleaved)
+    return {
+        "window": window,
+        "windowed": tuple(kind == "sliding_attention" for kind in kinds),
+        "window_rope": plain if family.plain_window and rope != plain else None,
+    }
 
 
 def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, Any]:
@@ -209,24 +250,77 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
         "num_experts": experts,
         "experts_per_token": chosen,
         "expert_ffn_size": _count(config, family.expert_ffn_key),
+        "shared_ffn_size": _shared_ffn_size(config, family),
         "norm_topk_prob": family.sums_topk_to_one or _flag(config, "norm_topk_prob"),
         "moe_layers": moe_layers,
     }
 
 
+def _shared_ffn_size(config: dict[str, Any], family: Family) -> int:
+    """Return the features of the experts that every token visits; 0: the family has none."""
+    if "shared_expert_intermediate_size" in family.defaults:
+        return _count(config, "shared_expert_intermediate_size")
+    if "n_shared_experts" in family.defaults:
+        return _count(config, "n_shared_experts") * _count(config, family.expert_ffn_key)
+    return 0
+
+
 def _rope(config: dict[str, Any], family: Family) -> Rope:
     rope = rope_parameters(config, family)
     kind: RopeType = rope["rope_type"]
-    theta = _positive(rope, "rope_theta")
+    share = _positive(rope, "partial_rotary_factor")
+    plain = Rope(_positive(rope, "rope_theta"), share=share, interleaved=family.interleaved)
     if kind == "default":
-        return Rope(theta)
+        return plain
+    stretched = replace(plain, type=kind, factor=_positive(rope, "factor"))
     if kind == "linear":
-        return Rope(theta, kind, _positive(rope, "factor"))
+        return stretched
+    if kind == "yarn":
+        return _yarn(stretched, rope)
     low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
     if low >= high:
         raise ValueError(f"low_freq_factor must be < high_freq_factor, got {low} and {high}")
-    original = _count(rope, "original_max_position_embeddings")
-    return Rope(theta, kind, _positive(rope, "factor"), low, high, original)
+    return replace(
+        stretched,
+        low_freq_factor=low,
+        high_freq_factor=high,
+        original_max_position=_count(rope, "original_max_position_embeddings"),
+    )
+
+
+def _yarn(plain: Rope, settings: dict[str, Any]) -> Rope:
+    if plain.share != 1:
+        raise ValueError(
+            "partial_rotary_factor must be 1 with YaRN, whose attention factor the learner applies "
+            f"to whole heads, got {plain.share:g}"
+        )
+    if plain.theta <= 1 or plain.factor < 1:
+        raise ValueError(
+            "rope_theta must be > 1 and factor >= 1 with YaRN, got "
+            f"{plain.theta:g} and {plain.factor:g}"
+        )
+    settings = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attn_factor": 1} | settings
+    weights = [
+        None if settings.get(key) is None else _positive(settings, key)
+        for key in ("mscale", "mscale_all_dim")
+    ]
+    factor = yarn_attention_factor(plain.factor, *weights)
+    given = settings.get("attention_factor")
+    if given is not None and not isclose(_positive(settings, "attention_factor"), factor):
+        raise ValueError(
+            f"attention_factor must be {factor}, which follows from the other rotary settings, "
+            f"because SGLang 0.5.23 ignores it, got {shown(given)}; leave it out, or say "
+            "attn_factor, by which SGLang multiplies it"
+        )
+    return replace(
+        plain,
+        original_max_position=_count(settings, "original_max_position_embeddings"),
+        beta_fast=_positive(settings, "beta_fast"),
+        beta_slow=_positive(settings, "beta_slow"),
+        truncate=_flag(settings, "truncate"),
+        attention_factor=factor,
+        attn_factor=_positive(settings, "attn_factor"),
+    )
 
 
 def _count(config: dict[str, Any], key: str, most: int = MAX_COUNT) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron_opd.models.families.family import Row
+from megatron_opd.models.families.family import SHARED_GATE, Row
 from megatron_opd.models.families.keys import Key, hf_names, row_of
 from megatron_opd.models.spec import ModelSpec
 
@@ -80,15 +80,19 @@ def row_shapes(spec: ModelSpec, row: Row) -> tuple[Shape, ...]:
         tail = () if row.mcore[0].endswith(".bias") else (hidden,)
         return tuple((count * spec.head_dim, *tail) for count in heads)
     features = spec.expert_ffn_size if row.expert else spec.ffn_size
+    if row.mcore[0].startswith("mlp.shared_experts."):
+        features = spec.shared_ffn_size
     if row.fusion == "gate_up":
         return ((features, hidden),) * 2
     if row.vocab:
         return ((spec.vocab_size, hidden),)
+    together = heads if spec.family.norms_all_heads else (1, 1, 1)
     others: dict[str, Shape] = {
         "self_attention.linear_proj.weight": (hidden, spec.num_heads * spec.head_dim),
-        "self_attention.q_layernorm.weight": (spec.head_dim,),
-        "self_attention.k_layernorm.weight": (spec.head_dim,),
+        "self_attention.q_layernorm.weight": (together[0] * spec.head_dim,),
+        "self_attention.k_layernorm.weight": (together[1] * spec.head_dim,),
         "mlp.router.weight": (spec.num_experts, hidden),
+        SHARED_GATE: (1, hidden),
     }
     if row.mcore[0] in others:
         return (others[row.mcore[0]],)

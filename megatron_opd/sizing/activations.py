@@ -14,12 +14,13 @@ tokens, t tensor-parallel ranks with sequence parallelism, activations of b byte
     experts         S k b (h + 2 f_e + f_e) / t                        the permuted token, and the
                                                                        same of its expert
     router          S (5 E + 20 k) / t                                 float32 scores, mask, indices
+    shared experts  S b (2 f_s + f_s + g h) / t                        as dense; what a gate weighs
 
-h hidden, d head, H heads, K key-value heads, f and f_e feed-forward features, E experts, k of them
-a token. Without TransformerEngine norms save a float32 copy, experts the activated half, a copy of
-the other and their output before the router's weight, attention padded copies of q and k.
-Experts are taken to be evenly loaded. Measured against saved tensors in
-tests/dist/test_planning.py.
+h hidden, d head, H heads, K key-value heads, f, f_e and f_s feed-forward features, E experts, k of
+them a token, g 1 where a gate weighs the shared experts, else 0. Without TransformerEngine norms
+save a float32 copy, experts the activated half, a copy of the other and their output before the
+router's weight, attention padded copies of q and k. Experts are taken to be evenly loaded.
+Measured against saved tensors in tests/dist/test_planning.py.
 """
 
 from __future__ import annotations
@@ -145,4 +146,7 @@ def _experts(shapes: Shapes) -> float:
     expert = features * spec.expert_ffn_size * size
     router = 5 * spec.num_experts + 20 * chosen
     permuted = (spec.hidden_size * size + 8) * width
-    return router + chosen * (permuted + expert)
+    shared = 3 * spec.shared_ffn_size * size
+    if spec.family.shared_gate:
+        shared += (spec.hidden_size + 1) * size
+    return router + chosen * (permuted + expert) + shared

@@ -7,7 +7,8 @@ takes
     2 S N + 4 L H d P + 2 R h V
 
 with S positions, N matrix elements of the layers that one position meets (of its experts: those
-chosen), P (query, key) pairs in each of L layers of H heads of d features, and R positions whose
+chosen), P (query, key) pairs in each of L layers of H heads of d features, of which those of a
+window are fewer, and R positions whose
 log-probs are read by a head of V ids over h features. Where PaLM counts n^2 pairs and n head rows
 of a sequence of n, a causal one has n (n + 1) / 2 pairs here, and the head works for responses
 alone. A backward pass takes twice as much: a product for each operand's gradient.
@@ -39,22 +40,33 @@ PEAK_BF16_TFLOPS: dict[str, float] = {
 class Work:
     """Counts a pass: S positions, P (query, key) pairs of a layer, R scored positions.
 
-    The axes of the module's formula, without filler.
+    The axes of the module's formula, without filler. windowed_pairs: those of a windowed layer.
     """
 
     positions: int
     pairs: int
     scored: int
+    windowed_pairs: int = 0
 
     @classmethod
-    def of(cls, samples: Iterable[tuple[int, int]]) -> Work:
-        """Add up samples of (prompt, response) tokens; a last response token is never an input."""
+    def of(cls, samples: Iterable[tuple[int, int]], window: int | None = None) -> Work:
+        """Add up samples of (prompt, response) tokens; a last response token is never an input.
+
+        window: positions that a query of a windowed layer sees.
+        """
         lengths = [(prompt + response - 1, response) for prompt, response in samples]
         return cls(
             sum(length for length, _ in lengths),
-            sum(length * (length + 1) // 2 for length, _ in lengths),
+            sum(_pairs(length, length) for length, _ in lengths),
             sum(response for _, response in lengths),
+            sum(_pairs(length, window or length) for length, _ in lengths),
         )
+
+
+def _pairs(length: int, window: int) -> int:
+    """Count the (query, key) pairs of a sequence whose queries see `window` positions at most."""
+    full = min(length, window)
+    return full * (full + 1) // 2 + (length - full) * full
 
 
 def active_layer_elements(spec: ModelSpec) -> int:
@@ -69,11 +81,12 @@ def active_layer_elements(spec: ModelSpec) -> int:
 
 def forward_flops(spec: ModelSpec, work: Work) -> int:
     """Count the model FLOPs of one forward pass."""
-    per_pair = 4 * spec.num_layers * spec.num_heads * spec.head_dim
+    windowed = sum(spec.windowed)
+    pairs = (spec.num_layers - windowed) * work.pairs + windowed * work.windowed_pairs
     head = 2 * spec.hidden_size * spec.vocab_size
     return (
         2 * work.positions * active_layer_elements(spec)
-        + per_pair * work.pairs
+        + 4 * spec.num_heads * spec.head_dim * pairs
         + head * work.scored
     )
 

@@ -58,7 +58,7 @@ def weight_bytes(spec: ModelSpec, section: ServerConfig) -> int:
         for _, row in layer_rows(spec, layer):
             for name, shape in zip(row.hf, row_shapes(spec, row), strict=True):
                 copies = spec.num_experts if row.expert else 1
-                cut = 1 if row.dim is None else tp
+                cut = 1 if row.dim is None or row.served_whole else tp
                 if name.endswith(REPLICATED_HEADS):
                     cut = min(tp, spec.num_kv_heads)
                 if section.quantization is None or not is_quantised(name, len(shape)):

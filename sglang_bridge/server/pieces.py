@@ -108,7 +108,10 @@ def pieces_of(
             yield Piece(f"{owner}.{leaf}", 0, start, length, data.narrow(0, 0, length))
     elif isinstance(module, FusedMoE):
         yield from _experts(module, owner, leaf, data)
-    elif isinstance(module, linear.ReplicatedLinear | linear.RowParallelLinear) or data.ndim == 1:
+    elif (
+        isinstance(module, linear.ReplicatedLinear | torch.nn.Linear | linear.RowParallelLinear)
+        or data.ndim == 1
+    ):
         yield Piece(f"{owner}.{leaf}", 0, 0, data.shape[0], data)  # router, norm, bias, scales
     else:
         raise TypeError(f"{owner}.{leaf}: unknown layer {type(module).__name__}")

@@ -26,6 +26,7 @@ from sglang_bridge.server import (
     score_plan,
     scoring,
     seeded,
+    torch_kernels,
     validate,
 )
 from sglang_bridge.server.compat import batches, delta_net, hooks, ranks, startup
@@ -81,6 +82,7 @@ def register() -> None:
         hooks.hook(hooks.EXPERT_CAPTURE, gates.around_capture, "around")
     if not torch.cuda.is_available():
         ranks.allow_deterministic_attention("torch_native")
+        torch_kernels.register()
 
 
 def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> None:

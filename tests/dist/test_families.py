@@ -20,9 +20,14 @@ from tests.dist.worlds import run_world
 from tests.support.figures import bounded, relative
 from tests.support.models import (
     LLAMA3_ROPE,
+    YARN_ROPE,
     tiny_llama,
+    tiny_mistral,
     tiny_mixtral,
+    tiny_olmo2,
+    tiny_olmo3,
     tiny_qwen2,
+    tiny_qwen2_moe,
     tiny_qwen3,
     tiny_qwen3_moe,
 )
@@ -37,13 +42,18 @@ MAKERS: dict[str, Any] = {
     "qwen2": (tiny_qwen2, {}),
     "qwen2 tied, padded": (tiny_qwen2, ODD | TIED | ONE_KEY),
     "qwen3": (tiny_qwen3, ODD),
+    "qwen3, yarn, biased": (tiny_qwen3, {"rope_parameters": YARN_ROPE, "attention_bias": True}),
     "llama 3": (tiny_llama, ODD),
     "llama, linear": (tiny_llama, LINEAR),
+    "mistral": (tiny_mistral, {"sliding_window": 97}),
     "mixtral": (tiny_mixtral, ODD),
+    "olmo 2": (tiny_olmo2, ODD),
+    "olmo 3": (tiny_olmo3, ODD),
+    "qwen2 moe": (tiny_qwen2_moe, ODD | {"mlp_only_layers": [0]}),
     "qwen3 moe": (tiny_qwen3_moe, ODD | {"mlp_only_layers": [0]}),
     "four layers": (tiny_qwen3_moe, TIED | {"mlp_only_layers": [1], "num_hidden_layers": 4}),
 }
-SPARSE = ("mixtral", "qwen3 moe")
+SPARSE = ("mixtral", "qwen2 moe", "qwen3 moe")
 CONVERTED = (ParallelConfig(), ParallelConfig(tp=2, pp=2))  # cut for one layout, loaded at all
 LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
     "tp1": (1, {}, tuple(MAKERS)),

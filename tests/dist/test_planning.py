@@ -19,7 +19,7 @@ from sglang_bridge.protocol import DrawCache
 from tests.dist import planning_jobs
 from tests.dist.worlds import run_world
 from tests.support.figures import bounded, relative
-from tests.support.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import tiny_qwen2_moe, tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 
@@ -47,6 +47,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "megatron": {"num_layers_in_first_pipeline_stage": 1},
         },
     ),
+    "shared bf16": ("shared", {"dtype": "bfloat16"}),
+    "shared tp2": ("shared", {"dtype": "float32", "parallel": {"tp": 2}}),
     "tp2 one key": ("one key", {"dtype": "float32", "parallel": {"tp": 2}}),
     "cp2": ("mixed", {"dtype": "bfloat16", "parallel": {"cp": 2}}),
     "pp2 vpp2": ("mixed", {"dtype": "bfloat16", "parallel": {"pp": 2, "vpp": 2}}),
@@ -75,6 +77,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "tied": tiny_qwen3(base / "tied", tie_word_embeddings=True),
         "mixed": tiny_qwen3_moe(base / "mixed", num_hidden_layers=4, mlp_only_layers=[1]),
+        "shared": tiny_qwen2_moe(base / "shared", mlp_only_layers=[1]),
         "one key": tiny_qwen3(base / "one-key", num_key_value_heads=1),
     }
 

@@ -5,6 +5,7 @@ uniform over the vocabulary, and a test on an almost uniform distribution cannot
 temperature from a right one.
 """
 
+import json
 from pathlib import Path
 
 import torch
@@ -12,12 +13,20 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
@@ -122,6 +131,26 @@ def tiny_qwen3_moe(
     return _save(model, path, config.vocab_size)
 
 
+def tiny_qwen2_moe(
+    path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object
+) -> Path:
+    """Writes a random Qwen2-MoE checkpoint (float32, 4 experts, top-2, a shared one) to `path`."""
+    experts: dict[str, object] = {
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 64,
+        "shared_expert_intermediate_size": 96,
+        "norm_topk_prob": False,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "router_aux_loss_coef": 0.0,
+    }
+    config = Qwen2MoeConfig(**_without_attention_bias(experts | overrides))
+    model = Qwen2MoeForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
 def tiny_qwen2(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
     """Writes a random Qwen2 checkpoint (float32, biased queries, keys, values); returns `path`."""
     config = Qwen2Config(**_without_attention_bias(overrides))
@@ -149,6 +178,51 @@ def tiny_llama(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides:
     model = LlamaForCausalLM(config).float()
     _randomise(model, seed, head_std)
     return _save(model, path, config.vocab_size)
+
+
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+
+def tiny_mistral(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random Mistral checkpoint (float32) to `path` and returns it."""
+    config = MistralConfig(**_without_attention_bias({"sliding_window": None} | overrides))
+    model = MistralForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
+def tiny_olmo2(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random OLMo 2 checkpoint (float32) to `path` and returns it."""
+    config = Olmo2Config(**_shared_config(**overrides))
+    model = Olmo2ForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
+def tiny_olmo3(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random OLMo 3 checkpoint (float32) to `path` and returns it.
+
+    Three of its four layers have a window of 32 positions, the fourth YaRN; config.json says so as
+    published ones do.
+    """
+    yarn = {key: value for key, value in YARN_ROPE.items() if key != "rope_theta"}
+    sizes: dict[str, object] = {"num_hidden_layers": 4, "sliding_window": 32}
+    config = Olmo3Config(
+        **_shared_config(rope_parameters=None, rope_scaling=yarn) | sizes | overrides
+    )
+    model = Olmo3ForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    _save(model, path, config.vocab_size)
+    file = path / "config.json"
+    written = json.loads(file.read_text())
+    del written["rope_parameters"]
+    file.write_text(json.dumps(written | {"rope_theta": 500000.0, "rope_scaling": yarn}))
+    return path
 
 
 def tiny_mixtral(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:

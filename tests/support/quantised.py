@@ -7,7 +7,7 @@ import torch
 from sglang_bridge.weights.formats import Format
 
 LARGEST = {"int8": 127.0, "fp8": 448.0}
-KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "block_sparse_moe.gate.", "norm", "bias")
+KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "_gate.", "block_sparse_moe.gate.", "norm", "bias")
 FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
 """What each byte stands for; NaN at 127 and 255."""
 

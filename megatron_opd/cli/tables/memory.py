@@ -111,7 +111,9 @@ def _recomputation(config: Config, student: ModelFacts) -> Table:
     """Return what each value of learner.recompute keeps, and computes again."""
     learner, spec = config.learner, student.spec
     longest, kernels = longest_sample(config, student), kernels_here(config)
-    work = Work.of([(prompt_limit(config, student), config.rollout.max_new_tokens)])
+    work = Work.of(
+        [(prompt_limit(config, student), config.rollout.max_new_tokens)], student.spec.window
+    )
     model_flops = train_flops(spec, work)
     table = new_table(
         "learner.recompute, of the worst stage's rank",
@@ -166,7 +168,9 @@ def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     student, learner = models[STUDENT], config.learner
     longest = longest_sample(config, student)
     samples = config.buffer.batch_size // learner.num_mini_batches
-    work = Work.of([(prompt_limit(config, student), config.rollout.max_new_tokens)])
+    work = Work.of(
+        [(prompt_limit(config, student), config.rollout.max_new_tokens)], student.spec.window
+    )
     flops = train_flops(student.spec, work)
     table = new_table("an optimizer step and a weight sync", ("what", "most"))
     table.add_row("samples of an optimizer step", f"{samples:,}")

@@ -9,12 +9,14 @@ sglang_bridge/weights/formats.py.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 Fusion = Literal["none", "qkv", "gate_up"]
 Layers = Literal["all", "dense", "moe"]
+Window = Literal["none", "limit", "layers"]
+ROPE_TYPES = ("default", "linear", "llama3")
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +28,7 @@ class Row:
     global in `hf`. dim: the dimension (of the Hugging Face tensors) that tensor parallelism splits;
     None: replicated. fusion: `qkv` interleaves [q.. q k v] per KV group, `gate_up` stacks both.
     vocab: dimension 0 is the vocabulary, which Megatron pads with rows of zeros. layers: which have
-    the parameter.
+    the parameter. served_whole: each rank of a server holds it whole, whatever `dim` says.
     """
 
     mcore: tuple[str, ...]
@@ -36,6 +38,7 @@ class Row:
     expert: bool = False
     vocab: bool = False
     layers: Layers = "all"
+    served_whole: bool = False
 
 
 _EMBEDDING = Row(
@@ -46,11 +49,11 @@ _OUTPUT = Row(("output_layer.weight",), ("lm_head.weight",), 0, vocab=True)
 TOP = (_EMBEDDING, _FINAL_NORM, _OUTPUT)
 
 
-ATTENTION = (
-    Row(
-        ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
-        ("input_layernorm.weight",),
-    ),
+_INPUT_NORM = Row(
+    ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+    ("input_layernorm.weight",),
+)
+PROJECTIONS = (
     Row(
         ("self_attention.linear_qkv.weight",),
         ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
@@ -59,6 +62,7 @@ ATTENTION = (
     ),
     Row(("self_attention.linear_proj.weight",), ("self_attn.o_proj.weight",), 1),
 )
+ATTENTION = (_INPUT_NORM, *PROJECTIONS)
 QKV_BIAS = Row(
     ("self_attention.linear_qkv.bias",),
     ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"),
@@ -71,9 +75,14 @@ QK_NORM = (
     Row(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
     Row(("self_attention.k_layernorm.weight",), ("self_attn.k_norm.weight",)),
 )
+HEADS_NORM = tuple(replace(row, dim=0, served_whole=True) for row in QK_NORM)
 POST_NORM = Row(
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     ("post_attention_layernorm.weight",),
+)
+ADDED_NORMS = (
+    Row(("self_attn_bda.norm.weight",), ("post_attention_layernorm.weight",)),
+    Row(("mlp_bda.norm.weight",), ("post_feedforward_layernorm.weight",)),
 )
 DENSE_MLP = (
     Row(
@@ -99,32 +108,65 @@ def expert_rows(router: str, expert: str, gate: str, up: str, down: str) -> tupl
     )
 
 
+SHARED_GATE = "mlp.shared_experts.gate_weight"
+
+
+def shared_expert_rows(name: str, gate: str | None = None) -> tuple[Row, ...]:
+    """Return the rows of the feed-forward block that every token of a layer of experts visits.
+
+    gate: the tensor that weighs its output by a sigmoid; None: the output is added as it is.
+    """
+    halves = (f"{name}.gate_proj.weight", f"{name}.up_proj.weight")
+    rows = (
+        Row(("mlp.shared_experts.linear_fc1.weight",), halves, 0, "gate_up", layers="moe"),
+        Row(
+            ("mlp.shared_experts.linear_fc2.weight",),
+            (f"{name}.down_proj.weight",),
+            1,
+            layers="moe",
+        ),
+    )
+    return rows if gate is None else (*rows, Row((SHARED_GATE,), (gate,), layers="moe"))
+
+
 @dataclass(frozen=True, slots=True)
 class Family:
     """Describes an architecture: `top` holds tensors outside the layers, `layer` those inside.
 
     name: config.json's model_type. architecture: its class in transformers. qk_norm: queries and
-    keys are normalised per head. qkv_bias: they and the values have a bias; o_bias: so has the
-    output projection. moe: it has experts. expert_ffn_key: config.json's key of their size.
-    sums_topk_to_one: the router always scales the chosen experts' weights to a sum of one, which
-    other families' norm_topk_prob tells. end_token: what transformers takes for a config.json
-    without eos_token_id. heads_fill_hidden: transformers wants num_attention_heads to divide
-    hidden_size.
+    keys are normalised per head, with norms_all_heads over all heads together. pre_norm: norms
+    stand before attention and MLP; post_norm: after them, before the sum. qkv_bias: queries, keys
+    and values have a bias; o_bias: so has the output projection. moe: it has experts.
+    expert_ffn_key: config.json's key of their size. experts_keys: those of their number: the
+    class's own, and one that transformers takes for it. sums_topk_to_one: the router always scales
+    the chosen experts' weights to a sum of one, which other families' norm_topk_prob tells.
+    end_token: what transformers takes for a config.json without eos_token_id. heads_fill_hidden:
+    transformers wants num_attention_heads to divide hidden_size.
 
     defaults: what transformers takes for a key that is absent. null is another matter: where it is
     no value of the key, transformers refuses the file. theta: rope_theta where nothing names it.
     allowed: values of keys which learner, transformers and SGLang all read in this family, beside
-    those of hf_config.ONE_SIDED. rope_types: rotary positions that all of them know.
+    those of hf_config.ONE_SIDED. reads: keys of that table of which all of them read every value.
+    rope_types: rotary positions that all of them know. rotary_share: default of
+    partial_rotary_factor; None: all of them turn every feature of a head, and it is 1.
+    interleaved: rotary positions turn neighbours, not a feature of either half. window: what
+    sliding_window does, nothing; it limits the context, as SGLang ignores it; or layer_types says
+    where it is. plain_window: rotary positions of windowed layers are never scaled. check: raises
+    ValueError for a complete config.json that transformers and SGLang read differently.
     """
 
     name: str
     architecture: str
     layer: tuple[Row, ...]
     qk_norm: bool = False
+    norms_all_heads: bool = False
+    pre_norm: bool = True
+    post_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
     moe: bool = False
     expert_ffn_key: str = "moe_intermediate_size"
+    experts_keys: tuple[str, ...] = ("num_experts", "num_local_experts")
     sums_topk_to_one: bool = False
     end_token: int | None = None
     heads_fill_hidden: bool = False
@@ -132,7 +174,18 @@ class Family:
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
     theta: float = 1e4
     allowed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict, compare=False)
-    rope_types: tuple[str, ...] = ("default", "linear", "llama3")
+    reads: frozenset[str] = frozenset()
+    rope_types: tuple[str, ...] = ROPE_TYPES
+    rotary_share: float | None = None
+    interleaved: bool = False
+    window: Window = "none"
+    plain_window: bool = False
+    check: Callable[[Mapping[str, Any]], None] | None = field(default=None, compare=False)
+
+    @property
+    def shared_gate(self) -> bool:
+        """Returns whether a gate weighs the output of the shared experts."""
+        return any(row.mcore[0] == SHARED_GATE for row in self.layer)
 
     def of(self, config: Mapping[str, Any]) -> Family:
         """Return the family with the parameters that this complete config.json asks for."""

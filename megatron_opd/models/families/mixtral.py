@@ -12,6 +12,7 @@ MIXTRAL = Family(
     (*ATTENTION, POST_NORM, *_EXPERTS),
     moe=True,
     expert_ffn_key="intermediate_size",
+    experts_keys=("num_local_experts", "num_experts"),
     sums_topk_to_one=True,
     end_token=2,
     defaults={
@@ -23,4 +24,5 @@ MIXTRAL = Family(
         "num_local_experts": 8,
     },
     theta=1e6,
+    window="limit",
 )

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from megatron_opd.models.families.family import Family
 from megatron_opd.models.families.llama import LLAMA
+from megatron_opd.models.families.mistral import MISTRAL
 from megatron_opd.models.families.mixtral import MIXTRAL
-from megatron_opd.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from megatron_opd.models.families.olmo import OLMO2, OLMO3
+from megatron_opd.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 
-FAMILIES = {family.name: family for family in (LLAMA, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE)}
+FAMILIES = {
+    family.name: family
+    for family in (LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+}
 
 
 def family_of(model_type: str) -> Family:

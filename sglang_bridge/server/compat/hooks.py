@@ -23,6 +23,8 @@ LOAD_WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_o
 QUANT_CONFIG = "sglang.srt.model_loader.loader._get_quantization_config"
 LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 SAMPLE = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
+# of servers on a CPU, alone
+SHARED_GATE = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
 # of servers that keep gates, alone
 EXPERT_RECORD = "sglang.srt.state_capturer.base.BaseTopkCapturer.__init__"
 EXPERT_CHOICE = "sglang.srt.layers.moe.topk._post_process_topk_ids"
@@ -51,6 +53,7 @@ TARGETS = (
     LOAD_WEIGHTS,
     INIT_GROUP,
 )
+CPU_TARGETS = (SHARED_GATE,)
 GATE_TARGETS = (EXPERT_RECORD, EXPERT_CHOICE, EXPERT_CAPTURE)
 
 

@@ -4,9 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 
-from megatron_opd.learner.balancing import counted_for_bias, zero_of_no_tokens
+from megatron_opd.learner import balancing
+from megatron_opd.learner.balancing import Balancing, counted_for_bias, zero_of_no_tokens
 
 OTHERS = {"topk": 2, "num_experts": 4, "moe_aux_loss_coeff": 0.1, "fused": False}
 
@@ -43,3 +45,22 @@ def test_masked_positions_move_no_bias(positions: int):
     counted_for_bias(router, routed_mE)
     both = routed_mE.sum(0) + routed_mE[~mask_m].sum(0)
     assert router.local_tokens_per_expert.tolist() == both.tolist()
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [(("aux_loss",), 3.0), (("seq_aux_loss", "aux_loss"), 5.0), (("none",), None)],
+)
+def test_the_reported_loss_is_of_the_first_kind(
+    kinds: tuple[str, ...], expected: float | None, monkeypatch: pytest.MonkeyPatch
+):
+    """Before: with moe_z_loss_coeff it was the loss of large logits, which routers record first."""
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: "cpu")
+    monkeypatch.setattr(balancing.dist, "all_reduce", lambda total: None)
+    tracker, losses = get_moe_metrics_tracker(), {"z_loss": 77.0, "load_balancing_loss": 6.0}
+    tracker.clear()
+    for name, value in (losses | {"seq_load_balancing_loss": 10.0}).items():
+        tracker.record(name, torch.tensor(value), layer_number=1, num_layers=2)
+    found = Balancing(None, kinds, (0.1,) * len(kinds), 0.1, moe_layers=2).mean_loss(1)
+    assert found == expected
+    assert all(not kept.values.any() for kept in tracker.metrics.values())

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from transformers import AutoConfig
 from transformers.utils import logging as transformers_logging
 
-from megatron_opd.models.families.qwen import QWEN3_MOE
+from megatron_opd.models.families.qwen import QWEN2_MOE, QWEN3_MOE
 from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 
@@ -24,6 +24,11 @@ SIZES |= {"vocab_size": 512, "num_attention_heads": 8}
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROPES = (
     *({"rope_type": kind} for kind in ("default", "yarn", None)),
+    {"rope_type": "yarn", "factor": 4.0},
+    {"type": "yarn", "factor": 8, "rope_theta": 7e4, "original_max_position_embeddings": 64},
+    {"rope_type": "yarn", "factor": 2.0, "beta_fast": 16, "beta_slow": 2.5, "truncate": False},
+    {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1, "beta_slow": None},
+    {"rope_type": "yarn", "factor": 4.0, "mscale": 0.7, "mscale_all_dim": 1},
     *({"type": kind, "factor": 4.0} for kind in ("default", "linear", "dynamic")),
     {"rope_type": "linear", "factor": 2, "rope_theta": 500.0},
     {"rope_type": "linear", "type": "default", "factor": 3.0},
@@ -38,6 +43,8 @@ ROPES = (
     {},
     None,
 )
+BASE: dict[str, dict[str, Any]] = {"olmo3": {"rope_theta": 500000.0, "num_hidden_layers": 4}}
+"""What a family's config.json must hold."""
 VALUES: dict[str, tuple[Any, ...]] = {
     "num_key_value_heads": (1, 4, 8, None),
     "head_dim": (8, 16, None),
@@ -55,11 +62,17 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "sliding_window": (32, None),
     "use_sliding_window": (True, False, None),
     "max_window_layers": (1, 28),
-    "layer_types": (["full_attention"] * 2, ["full_attention", "sliding_attention"], None),
+    "layer_types": (
+        ["full_attention"] * 2,
+        ["full_attention", "sliding_attention"],
+        ["full_attention", "sliding_attention"] * 2,
+        None,
+    ),
     "num_experts_per_tok": (1, 2, None),
     "num_experts": (16, 8, None),
     "num_local_experts": (4, 16, None),
     "moe_intermediate_size": (32, None),
+    "shared_expert_intermediate_size": (48, 0, None),
     "norm_topk_prob": (True, False, None),
     "decoder_sparse_step": (1, 2, None),
     "mlp_only_layers": ([], [0], None),
@@ -71,7 +84,8 @@ VALUES: dict[str, tuple[Any, ...]] = {
 def configs(draw: st.DrawFn) -> dict[str, Any]:
     keys = draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=8))
     config = {key: draw(st.sampled_from(VALUES[key])) for key in keys}
-    return {"model_type": draw(st.sampled_from(sorted(FAMILIES))), **SIZES, **config}
+    family = draw(st.sampled_from(sorted(FAMILIES)))
+    return {"model_type": family, **SIZES, **BASE.get(family, {}), **config}
 
 
 def by_transformers(path: Path) -> Any:
@@ -86,9 +100,18 @@ def by_transformers(path: Path) -> Any:
 def same(spec: ModelSpec, config: Any) -> None:
     """Every field that a learner is built from is transformers'."""
     rope = config.rope_parameters
+    if "full_attention" in rope:
+        plain = spec.window_rope or spec.rope
+        rope, windowed = rope["full_attention"], rope["sliding_attention"]
+        assert (plain.type, plain.theta) == (windowed["rope_type"], windowed["rope_theta"])
     assert (spec.rope.type, spec.rope.theta) == (rope["rope_type"], rope["rope_theta"])
     if spec.rope.type != "default":
         assert spec.rope.factor == rope["factor"]
+    if spec.rope.type == "yarn":
+        bounds = spec.rope.beta_fast, spec.rope.beta_slow, spec.rope.truncate
+        read = [rope.get(key) or known for key, known in (("beta_fast", 32), ("beta_slow", 1))]
+        assert bounds == (*read, rope.get("truncate", True))
+        assert spec.rope.original_max_position == rope["original_max_position_embeddings"]
     if spec.rope.type == "llama3":
         bounds = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         ours = (spec.rope.low_freq_factor, spec.rope.high_freq_factor)
@@ -101,20 +124,31 @@ def same(spec: ModelSpec, config: Any) -> None:
     assert spec.max_position == config.max_position_embeddings
     assert spec.initializer_range == config.initializer_range
     assert config.hidden_act == "silu"
-    assert not getattr(config, "attention_bias", False)
+    assert getattr(config, "attention_bias", False) == spec.family.o_bias
     assert not getattr(config, "mlp_bias", False)
-    assert set(getattr(config, "layer_types", None) or ["full_attention"]) == {"full_attention"}
-    assert getattr(config, "sliding_window", None) is None
+    window = getattr(config, "sliding_window", None) or None  # Qwen2-MoE has 0 without one
+    assert (spec.window or spec.window_limit) == window
+    kinds = getattr(config, "layer_types", None) or ["full_attention"] * spec.num_layers
+    if spec.window_limit is None:
+        assert spec.windowed == (() if window is None else tuple(k[:2] == "sl" for k in kinds))
     if not spec.family.moe:
         return
-    assert spec.num_experts == config.num_local_experts == config.num_experts
+    assert spec.num_experts == config.num_experts
+    if spec.family != QWEN2_MOE:  # which has one name for it
+        assert spec.num_experts == config.num_local_experts
     assert spec.experts_per_token == config.num_experts_per_tok
     assert spec.expert_ffn_size == getattr(config, spec.family.expert_ffn_key)
-    qwen = spec.family == QWEN3_MOE  # Mixtral's model reads none of these
+    qwen = spec.family in (QWEN2_MOE, QWEN3_MOE)  # Mixtral's model reads none of these
     assert spec.norm_topk_prob == (config.norm_topk_prob if qwen else True)
+    assert spec.shared_ffn_size == shared_size(spec, config)
     dense, step = (config.mlp_only_layers, config.decoder_sparse_step) if qwen else ([], 1)
     expected = tuple(i not in dense and (i + 1) % step == 0 for i in range(spec.num_layers))
     assert spec.moe_layers == expected
+
+
+def shared_size(spec: ModelSpec, config: Any) -> int:
+    """Features of the experts that every token visits, as transformers' models read them."""
+    return config.shared_expert_intermediate_size if spec.family == QWEN2_MOE else 0
 
 
 def read(config: dict[str, Any]) -> tuple[ModelSpec | str, Any]:
@@ -147,7 +181,13 @@ def test_what_is_accepted_is_read_as_transformers_reads_it(config: dict[str, Any
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("key", [None, *sorted(VALUES)])
 def test_every_default_and_every_plain_value_is_accepted(family: str, key: str | None):
-    plain = {"model_type": family, **SIZES, "num_key_value_heads": 4, "num_experts": 8}
+    plain = {
+        "model_type": family,
+        **SIZES,
+        **BASE.get(family, {}),
+        "num_key_value_heads": 4,
+        "num_experts": 8,
+    }
     if key is None:
         del plain["num_key_value_heads"], plain["num_experts"]
         plain["num_attention_heads"] = 32  # the default of the key-value heads
@@ -158,8 +198,14 @@ def test_every_default_and_every_plain_value_is_accepted(family: str, key: str |
     for refused in ("attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings"):
         if key == refused:
             plain[key] = False
-    if key == "sliding_window":
-        plain[key] = 32 if family.startswith("qwen") else None
+    if key == "sliding_window" and FAMILIES[family].window == "none":
+        plain[key] = None
+    if key == "shared_expert_intermediate_size" and family != "qwen2_moe":
+        plain[key] = 0
+    if family in BASE and key in ("rope_parameters", "rope_theta"):
+        return  # one value alone is accepted, and it has been
+    if (family, key) in (("olmo2", "sliding_window"), ("olmo3", "layer_types")):
+        del plain[key]
     ours, theirs = read(plain)
     assert isinstance(ours, ModelSpec), ours
     same(ours, theirs)
@@ -175,11 +221,11 @@ def test_rope_scaling_beside_rope_parameters_is_the_one_that_counts():
     same(ours, theirs)
 
 
-@pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "yarn"])
+@pytest.mark.parametrize("kind", ["longrope", "su", "mrope", "dynamic"])
 def test_a_kind_of_rotary_scaling_is_refused_by_its_name(kind: str):
     """Not by a setting that only it has."""
     scaling = {"type": kind, "long_factor": [2.0], "mrope_section": [1, 1, 2]}
     sizes = SIZES | {"num_key_value_heads": 4}
     ours, _ = read({"model_type": "qwen3", **sizes, "rope_scaling": scaling})
     assert isinstance(ours, str)
-    assert ours.endswith(f"rope type must be one of default, linear, llama3, got {kind!r}")
+    assert ours.endswith(f"rope type must be one of default, linear, llama3, yarn, got {kind!r}")

@@ -1,13 +1,15 @@
 """Reading config.json; every mistake names file and rule."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.models.spec import Rope, read_model_spec
+from megatron_opd.models.rope import Rope, yarn_note
+from megatron_opd.models.spec import read_model_spec
 
 
 def damaged(model: Path, copy: Path, **config: object) -> Path:
@@ -28,20 +30,32 @@ def test_the_architecture_is_read(moe: Path, dense: Path):
     assert not read_model_spec(dense).is_moe
 
 
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (
             {"model_type": "gpt2"},
-            "model_type must be one of llama, mixtral, qwen2, qwen3, qwen3_moe, got 'gpt2'",
+            "model_type must be one of llama, .*, qwen3, qwen3_moe, got 'gpt2'",
         ),
-        ({"attention_bias": True}, "attention_bias must be False, got True"),
+        ({"model_type": "qwen2", "attention_bias": True}, "attention_bias must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
         ({"hidden_size": "absent"}, "lacks the key 'hidden_size'"),
         (
-            {"rope_parameters": {"rope_type": "yarn"}},
-            "rope type must be one of default, linear, llama3, got 'yarn'",
+            {"rope_parameters": {"rope_type": "dynamic"}},
+            "rope type must be one of default, linear, llama3, yarn, got 'dynamic'",
         ),
+        ({"rope_parameters": YARN | {"factor": 0.5}}, "factor >= 1 with YaRN, got 10000 and 0.5"),
+        ({"rope_parameters": YARN | {"rope_theta": 1.0}}, "rope_theta must be > 1 and"),
+        (
+            {"rope_parameters": YARN | {"attention_factor": 1.5}},
+            "attention_factor must be 1.1386.*, because SGLang 0.5.23 ignores it, got 1.5",
+        ),
+        ({"rope_parameters": YARN | {"mscale": 0.0}}, "mscale must be a number > 0"),
+        ({"rope_parameters": YARN | {"beta_fast": None}}, "beta_fast must be a number > 0"),
+        ({"rope_parameters": YARN | {"extrapolation_factor": 2.0}}, "rotary settings must be of"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor must be 1"),
         ({"mlp_bias": True}, "mlp_bias must be False, got True"),
         ({"model_type": "llama", "sliding_window": 64}, "sliding_window must be null"),
@@ -77,6 +91,14 @@ LLAMA3 |= {"original_max_position_embeddings": 8192}
 def test_rotary_scaling_as_transformers_4_and_5_write_it(rope: dict, dense: Path, tmp_path: Path):
     copy = damaged(dense, tmp_path / "copy", **({"rope_parameters": "absent"} | rope))
     assert read_model_spec(copy).rope == Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def test_a_factor_that_only_sglang_applies_is_noted(dense: Path, tmp_path: Path):
+    yarn = {"rope_parameters": YARN | {"attn_factor": 0.5}}
+    rope = read_model_spec(damaged(dense, tmp_path / "copy", **yarn)).rope
+    assert rope.logit_factor == (0.5 * (0.1 * math.log(4) + 1)) ** 2
+    assert "attn_factor 0.5 of its rotary settings" in str(yarn_note("student.model", rope))
+    assert yarn_note("student.model", replace(rope, attn_factor=1.0)) is None
 
 
 def test_missing_or_unreadable_config(tmp_path: Path):

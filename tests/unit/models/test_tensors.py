@@ -1,6 +1,7 @@
 """The tables against what transformers writes: names and shapes of every family."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,14 +14,29 @@ from megatron_opd.checkpoint.hf_files import check_tensors, find, stored_tensors
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.learner.attention import rotary_frequencies
 from megatron_opd.models.families.table import FAMILIES
-from megatron_opd.models.spec import Rope, read_model_spec
+from megatron_opd.models.rope import Rope
+from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
-from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import (
+    tiny_llama,
+    tiny_mistral,
+    tiny_mixtral,
+    tiny_olmo2,
+    tiny_olmo3,
+    tiny_qwen2,
+    tiny_qwen2_moe,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 
 MAKERS: dict[str, Callable[..., Path]] = {
     "llama": tiny_llama,
+    "mistral": tiny_mistral,
     "mixtral": tiny_mixtral,
+    "olmo2": tiny_olmo2,
+    "olmo3": tiny_olmo3,
     "qwen2": tiny_qwen2,
+    "qwen2_moe": tiny_qwen2_moe,
     "qwen3": tiny_qwen3,
     "qwen3_moe": tiny_qwen3_moe,
 }
@@ -33,7 +49,7 @@ def test_every_family_is_tested():
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("family", MAKERS)
 def test_published_names_and_shapes(family: str, tied: bool, tmp_path: Path):
-    overrides = {"mlp_only_layers": [1]} if family == "qwen3_moe" else {}
+    overrides = {"mlp_only_layers": [1]} if family in ("qwen2_moe", "qwen3_moe") else {}
     model = MAKERS[family](tmp_path / "model", tie_word_embeddings=tied, **overrides)
     spec, source = read_model_spec(model), load_file(model / "model.safetensors")
     assert expected_tensors(spec) == {name: tuple(t.shape) for name, t in source.items()}
@@ -41,7 +57,7 @@ def test_published_names_and_shapes(family: str, tied: bool, tmp_path: Path):
     assert AutoConfig.from_pretrained(model).architectures == [spec.family.architecture]
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe"])
 def test_the_spelling_in_memory_holds_the_same_tensors(family: str, tmp_path: Path):
     published = MAKERS[family](tmp_path / "published")
     model = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
@@ -90,6 +106,31 @@ def test_rotary_frequencies_are_transformers_bit_for_bit(rope: Rope, head_dim: i
     assert read_model_spec(path).rope.type == rope.type
     ours = rotary_frequencies(read_model_spec(path).rope, head_dim, torch.device("cpu"))
     assert torch.equal(ours, expected)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
+
+
+@pytest.mark.parametrize("head_dim", [16, 128])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"original_max_position_embeddings": 64},
+        {"rope_theta": 1e6, "factor": 1.5, "beta_fast": 8.5, "beta_slow": 2},
+        {"original_max_position_embeddings": 32768, "truncate": False},
+        {"mscale": 0.707, "mscale_all_dim": 1.5, "factor": 40},
+        {"mscale": 0.707, "attention_factor": 0.1 * math.log(4) + 1},
+        {"factor": 1.0, "original_max_position_embeddings": 4},  # no pair of features between
+    ],
+)
+def test_yarn_is_transformers_bit_for_bit(changes: dict, head_dim: int, tmp_path: Path):
+    path = tiny_qwen3(
+        tmp_path / "model", head_dim=head_dim, num_hidden_layers=1, rope_parameters=YARN | changes
+    )
+    expected = AutoModelForCausalLM.from_pretrained(path).model.rotary_emb
+    rope = read_model_spec(path).rope
+    assert torch.equal(rotary_frequencies(rope, head_dim, torch.device("cpu")), expected.inv_freq)
+    assert rope.logit_factor == expected.attention_scaling**2
 
 
 def test_an_added_rope_scaling_turns_the_learner_as_it_turns_transformers(tmp_path: Path):

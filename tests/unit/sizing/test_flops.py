@@ -1,6 +1,7 @@
 """Counted FLOPs against torch's counter on transformers' models, forward and backward."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,13 @@ from transformers import AutoModelForCausalLM
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.sizing.flops import Work, forward_flops, mfu, train_flops
 from tests.support.figures import bounded, relative
-from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import (
+    tiny_llama,
+    tiny_mixtral,
+    tiny_qwen2_moe,
+    tiny_qwen3,
+    tiny_qwen3_moe,
+)
 
 PROMPT, RESPONSE = 23, 41
 MIXED = {"num_hidden_layers": 3, "mlp_only_layers": [1], "intermediate_size": 96}
@@ -21,6 +28,7 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
     "qwen3-moe": (tiny_qwen3_moe, {"num_experts": 8, "num_experts_per_tok": 3}),
     "qwen3-moe, a dense layer": (tiny_qwen3_moe, MIXED),
     "mixtral": (tiny_mixtral, {}),
+    "qwen2-moe": (tiny_qwen2_moe, MIXED),
     "llama": (tiny_llama, {}),
 }
 
@@ -49,7 +57,8 @@ def test_equals_what_torch_counts(name: str, tmp_path: Path):
 
 def test_work_of_samples():
     work = Work.of([(3, 2), (1, 1)])
-    assert work == Work(positions=5, pairs=4 * 5 // 2 + 1, scored=3)
+    assert work == Work(positions=5, pairs=4 * 5 // 2 + 1, scored=3, windowed_pairs=11)
+    assert Work.of([(3, 2), (1, 1)], 2) == replace(work, windowed_pairs=1 + 2 + 2 + 2 + 1)
 
 
 def test_six_times_the_active_parameters_for_short_samples(tmp_path: Path):

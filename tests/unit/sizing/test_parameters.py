@@ -52,6 +52,22 @@ FAMILIES: dict[str, tuple[dict[str, Any], int]] = {
         },
         8_030_261_248,
     ),
+    "Qwen1.5-MoE-A2.7B": (
+        {
+            "model_type": "qwen2_moe",
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "intermediate_size": 5632,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "num_experts": 60,
+            "num_experts_per_tok": 4,
+            "moe_intermediate_size": 1408,
+            "shared_expert_intermediate_size": 5632,
+        },
+        14_315_784_192,
+    ),
     "Mixtral-8x7B": (
         {
             "model_type": "mixtral",

@@ -53,7 +53,7 @@ def test_the_table_is_of_the_installed_sglang():
     assert sglang_options.table() == options.TABLE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("target", [*hooks.TARGETS, *hooks.GATE_TARGETS])
+@pytest.mark.parametrize("target", [*hooks.TARGETS, *hooks.GATE_TARGETS, *hooks.CPU_TARGETS])
 def test_every_hooked_function_exists(target: str):
     assert callable(resolve(target))
 

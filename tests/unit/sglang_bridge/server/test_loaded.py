@@ -19,6 +19,7 @@ from tests.support.models import (
     tiny_llama,
     tiny_mixtral,
     tiny_qwen2,
+    tiny_qwen2_moe,
     tiny_qwen3,
     tiny_qwen3_moe,
 )
@@ -30,6 +31,7 @@ FAMILIES = {
     "llama": tiny_llama,
     "mixtral": tiny_mixtral,
     "qwen2": tiny_qwen2,
+    "qwen2_moe": tiny_qwen2_moe,
     "qwen3": tiny_qwen3,
     "qwen3_moe": tiny_qwen3_moe,
 }

@@ -12,6 +12,7 @@ from megatron_opd.models.families.table import FAMILIES
 from sglang_bridge.server import pieces
 
 OWNER = {
+    "qwen2_moe": "model.layers.3.mlp.experts",
     "qwen3_moe": "model.layers.3.mlp.experts",
     "mixtral": "model.layers.3.block_sparse_moe.experts",
 }

@@ -13,7 +13,7 @@ from sglang_bridge.weights.quantise import (
     row_scales,
 )
 from tests.support.figures import bounded
-from tests.support.models import tiny_mixtral, tiny_qwen2, tiny_qwen3_moe
+from tests.support.models import tiny_mixtral, tiny_qwen2, tiny_qwen2_moe, tiny_qwen3_moe
 from tests.support.quantised import is_kept, quantised_oracle
 
 FORMATS: tuple[Format, ...] = ("int8", "fp8")
@@ -111,7 +111,7 @@ def test_what_is_quantised_is_what_multiplies(tmp_path_factory: pytest.TempPathF
     """Attention, MLP and experts of every family; the rest stays."""
     from safetensors import safe_open
 
-    for make in (tiny_qwen2, tiny_qwen3_moe, tiny_mixtral):
+    for make in (tiny_qwen2, tiny_qwen2_moe, tiny_qwen3_moe, tiny_mixtral):
         model = make(tmp_path_factory.mktemp("model") / "m")
         with safe_open(model / "model.safetensors", "pt") as file:
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}  # noqa: SIM118

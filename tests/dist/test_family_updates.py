@@ -1,0 +1,62 @@
+"""Parts that some families have alone: updates against float64, and in every kind of layout."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from megatron_opd.records.types import Batch
+from tests.dist.caches import make_batch, oracle_update
+from tests.dist.layouts import ADAM, LAYOUTS, gaps, relative_gap, run, weights
+from tests.support.figures import bounded, relative
+from tests.support.models import tiny_qwen2_moe
+
+pytestmark = pytest.mark.dist
+
+MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
+    "qwen2 moe": (tiny_qwen2_moe, {}),
+}
+CASES = [("qwen2 moe", "tp2"), ("qwen2 moe", "tp2 ep2")]
+Made = tuple[Path, list[Batch], list[dict[str, Any]], Path]
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Made]:
+    """By model: its directory, batches, and metrics and directory of one rank's updates."""
+    base, found = tmp_path_factory.mktemp("updates"), {}
+    for seed, (name, (make, overrides)) in enumerate(MODELS.items()):
+        model = make(base / f"model{seed}", seed=seed, **overrides)
+        batches = [make_batch(model, samples=4, seed=7 + i, vocab=512, update=i) for i in range(2)]
+        out = base / f"out{seed}"
+        metrics = run(LAYOUTS["one rank"], "packed", model, batches, out)
+        found[name] = (model, batches, metrics, out)
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_first_update_equals_float64_autograd(name: str, one_rank: dict[str, Made]):
+    model, batches, metrics, out = one_rank[name]
+    exact = oracle_update(model, batches[0], lr=ADAM["lr"], eps=ADAM["eps"], clip=ADAM["clip_grad"])
+    for key, value in (("loss", exact.loss), ("grad_norm", exact.grad_norm)):
+        gap = relative(metrics[0][key], value)
+        bounded(f"families against float64 autograd: {key} (relative)", gap, 1e-5, name)
+    ours, before = weights(out, 0), load_file(model / "model.safetensors")
+    assert ours.keys() == exact.weights.keys() == before.keys()
+    gap = relative_gap(exact.weights, ours)
+    bounded("families against float64 autograd: updated weights (relative)", gap, 1e-6, name)
+    for key, value in exact.weights.items():
+        moved = relative_gap({key: before[key]}, {key: value})
+        missed = relative_gap({key: ours[key]}, {key: value})
+        assert missed <= 0.01 * moved, (key, missed, moved)
+
+
+@pytest.mark.parametrize(("name", "layout"), CASES)
+def test_every_layout_makes_the_same_updates(
+    name: str, layout: str, one_rank: dict[str, Made], tmp_path: Path
+):
+    model, batches, exact, reference = one_rank[name]
+    ours = run(LAYOUTS[layout], "packed", model, batches, tmp_path)
+    for key, gap in gaps(ours, tmp_path, exact, reference).items():
+        bounded(f"families in layouts: {key} (relative)", gap, 1e-5, (name, layout))
