@@ -1,4 +1,4 @@
-"""Serves the gated delta net (Qwen3-Next, Qwen3.5) on a CPU, with torch in place of Triton's kernels.
+"""Serves the gated delta net (Qwen3-Next, Qwen3.5) on a CPU: torch in place of Triton's kernels.
 
 SGLang's CPU engine has kernels for it, of AVX-512 alone; without that engine it calls Triton's. The
 names through which it calls them are given functions of torch once a model is loaded, if that model
@@ -13,6 +13,7 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +35,9 @@ _NORM = "sglang.kernels.ops.attention.fla.layernorm_gated"
 _FUSED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
 _NEXT, _3_5 = "sglang.srt.models.qwen3_next", "sglang.srt.models.qwen3_5"
 
+MODULES = (_BACKEND, _KERNELS, _NORM, _FUSED_NORM, _NEXT, _3_5)
+"""Modules of which names are replaced; the last two, of models, where they are imported."""
+
 
 def is_needed(model: Path) -> bool:
     """Return whether the model's config.json asks for gated delta nets."""
@@ -53,16 +57,17 @@ def answer_in_torch() -> None:
     models = [name for name in (_NEXT, _3_5) if name in sys.modules]
     if not models:
         return
-    replaced = _replaced()
-    for module in (_BACKEND, _KERNELS, _NORM, _FUSED_NORM, *models):
-        functions, names = replaced[module], vars(importlib.import_module(module))
+    functions_of = replaced()
+    for module in (*MODULES[:4], *models):
+        functions, names = functions_of[module], vars(importlib.import_module(module))
         for name, function in functions.items():
             if name not in names:
                 raise RuntimeError(f"{module} has no {name}, which a CPU needs in torch")
             names[name] = function
 
 
-def _replaced() -> dict[str, dict[str, Any]]:
+def replaced() -> dict[str, dict[str, Any]]:
+    """Return what is replaced, by module and name."""
     return {
         _BACKEND: {
             "causal_conv1d_fn": convolve,
@@ -274,7 +279,6 @@ def split_stacked(
 
 def _spans(starts: torch.Tensor) -> Iterator[tuple[int, int, int]]:
     """Yield (request, first token, end) of those that have any."""
-    places = starts.tolist()
-    for index, (start, stop) in enumerate(zip(places, places[1:], strict=False)):
+    for index, (start, stop) in enumerate(pairwise(starts.tolist())):
         if stop > start:
             yield index, start, stop
