@@ -97,16 +97,24 @@ def value_of(option: str, arguments: list[str]) -> str | None:
     return found
 
 
-def arguments_for_device(arguments: list[str], *, cuda: bool) -> list[str]:
+def arguments_for_device(
+    arguments: list[str], *, cuda: bool, has_delta_nets: bool = False
+) -> list[str]:
     """Returns `arguments` with what the device demands; whatever the user gave stays.
 
-    Raises ValueError for what cannot be deterministic.
+    has_delta_nets: whether the model has layers whose state is no KV cache. Raises ValueError for
+    what cannot be deterministic.
     """
     if not cuda:  # torch_memory_saver is for CUDA alone: there is nothing to give up here
         arguments = [argument for argument in arguments if argument not in MEMORY_FLAGS]
     given = {argument.partition("=")[0] for argument in arguments}
     flags = [flag for flag in (GPU_FLAGS if cuda else CPU_FLAGS) if flag not in given]
     values = {} if cuda else dict(CPU_ARGUMENTS)
+    if has_delta_nets and not cuda:
+        from sglang_bridge.server.compat import delta_net
+
+        flags += [flag for flag in delta_net.FLAGS if flag not in given]
+        values |= delta_net.ARGUMENTS
     if DETERMINISTIC_FLAG in given and not cuda:
         for option, reason in CPU_UNDOES_DETERMINISM.items():
             if option in given:
@@ -158,7 +166,7 @@ def main() -> None:
         freed.give_back_freed()
         offer_standins()
     from sglang_bridge.server import auth, connections, front, gates, owner
-    from sglang_bridge.server.compat import hooks, startup
+    from sglang_bridge.server.compat import delta_net, hooks, startup
 
     hooks.require_supported_version()
     if model is not None and (names := unneeded_models.unneeded(Path(model), sys.argv[1:])):
@@ -177,7 +185,11 @@ def main() -> None:
     startup.keep_files_in(own_files)
     if not cuda:
         startup.fork_workers()
-    server_args = prepare_server_args(arguments_for_device(sys.argv[1:], cuda=cuda))
+    has_delta_nets = model is not None and delta_net.is_needed(Path(model))
+    if has_delta_nets and not cuda:
+        os.environ.update(delta_net.ENVIRONMENT)
+    arguments = arguments_for_device(sys.argv[1:], cuda=cuda, has_delta_nets=has_delta_nets)
+    server_args = prepare_server_args(arguments)
     refusals = Refusals(auth.logger, "by this server")
     connections.guard_connections(Arrivals(refusals), asks_key=api_key is not None)
     if api_key is not None:

@@ -19,6 +19,16 @@ def add_gated(
     out_TH += torch.sigmoid(functional.linear(x_TH, gate_H[None])) * shared_TH
 
 
+def times_gate(
+    x_TH: torch.Tensor, gate: torch.Tensor, inplace: bool = False, quant: bool = False
+) -> torch.Tensor:
+    """Returns x times the sigmoid of the gate, which may be of shape [T, heads, features]."""
+    if quant:
+        raise NotImplementedError("a CPU has no fp8 output of attention")
+    return x_TH * torch.sigmoid(gate.reshape(x_TH.shape))
+
+
 def register() -> None:
     """Registers them with SGLang's plugins."""
+    hooks.hook(hooks.OUTPUT_GATE, times_gate, "replace")
     hooks.hook(hooks.SHARED_GATE, add_gated, "replace")

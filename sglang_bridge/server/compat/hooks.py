@@ -25,6 +25,7 @@ LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 SAMPLE = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
 # of servers on a CPU, alone
 SHARED_GATE = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
+OUTPUT_GATE = "sglang.kernels.ops.elementwise.elementwise.fused_sigmoid_mul"
 # of servers that keep gates, alone
 EXPERT_RECORD = "sglang.srt.state_capturer.base.BaseTopkCapturer.__init__"
 EXPERT_CHOICE = "sglang.srt.layers.moe.topk._post_process_topk_ids"
@@ -56,7 +57,7 @@ TARGETS = (
     LOAD_WEIGHTS,
     INIT_GROUP,
 )
-CPU_TARGETS = (SHARED_GATE, ROPE_ON_CPU)
+CPU_TARGETS = (SHARED_GATE, OUTPUT_GATE, ROPE_ON_CPU)
 GATE_TARGETS = (EXPERT_RECORD, EXPERT_CHOICE, EXPERT_CAPTURE)
 
 

@@ -1,0 +1,106 @@
+"""Runs Megatron's gated delta net on packed segments, without its GPU kernels too.
+
+Invariant: a segment begins with an empty state and an empty convolution window, so that nothing of
+one segment reaches another. Megatron's layer (core/ssm/gated_delta_net) knows packing in
+TransformerEngine's format (thd) and calls three kernels of flash-linear-attention (fla); on a CPU
+the same calls are answered in torch, segment by segment.
+
+Axes: s packed positions of this rank, S of all context-parallel ranks, h heads, d features of one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.ssm.gated_delta_net import common, gdn
+from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
+
+EPS = 1e-6
+"""What fla's l2norm, transformers and SGLang add to the sum of squares."""
+
+
+class PackedDeltaNet(GatedDeltaNet):
+    """Mixes the tokens of each segment by the gated delta rule (arXiv 2412.06464)."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not torch.cuda.is_available():
+            _answer_in_torch()
+        super().__init__(*args, **kwargs)
+
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any, **_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Map [s, 1, hidden] to the same shape."""
+        packing = as_thd(packed_seq_params, hidden_states.device)
+        return super().forward(hidden_states, None, packed_seq_params=packing)  # type: ignore[arg-type]
+
+
+def as_thd(packing: Any, device: torch.device) -> PackedSeqParams:
+    """Return the segments in TransformerEngine's format: where each begins, and the end.
+
+    packing: that, or a learner.attention.Packing.
+    """
+    if packing.qkv_format == "thd":
+        return packing
+    ends = torch.tensor((0, *packing.keys.lengths), device=device).cumsum(0).to(torch.int32)
+    return PackedSeqParams(qkv_format="thd", cu_seqlens_q=ends, cu_seqlens_kv=ends)
+
+
+def l2norm(x: torch.Tensor) -> torch.Tensor:
+    """Return x over the length of its last dimension."""
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + EPS)
+
+
+def convolve(
+    *, x: torch.Tensor, weight: torch.Tensor, bias: Any, cu_seqlens: torch.Tensor, **_: Any
+) -> tuple[torch.Tensor, None]:
+    """Return silu of the causal convolution of each channel inside each segment.
+
+    x: [1, S, channels]. weight: [channels, width], the last for the token itself.
+    """
+    channels, width = weight.shape
+    parts = [
+        F.conv1d(
+            F.pad(part.transpose(1, 2), (width - 1, 0)), weight[:, None], bias, groups=channels
+        ).transpose(1, 2)
+        for part in x.split(_lengths(cu_seqlens), 1)
+    ]
+    return F.silu(torch.cat(parts, 1)), None
+
+
+def rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """Return what each segment reads from its own state: float [1, S, h, d].
+
+    q, k, v: [1, S, h, d]. g: log of the decay, beta: how much is written, [1, S, h]. Megatron has
+    the rule in torch for one segment, in chunks.
+    """
+    cut = (x.split(_lengths(cu_seqlens), 1) for x in (q, k, v, g, beta))
+    parts = [
+        common.torch_chunk_gated_delta_rule(a, b, c, g=d, beta=e)[0]
+        for a, b, c, d, e in zip(*cut, strict=True)
+    ]
+    return torch.cat(parts, 1), None
+
+
+def _lengths(cu_seqlens: torch.Tensor) -> list[int]:
+    return cu_seqlens.diff().tolist()
+
+
+def _answer_in_torch() -> None:
+    """Put this file's functions where Megatron looks for fla's."""
+    found: dict[str, Any] = {"causal_conv1d": convolve, "chunk_gated_delta_rule": rule}
+    for module in (common, gdn):
+        vars(module).update(found)
+    vars(common).update(l2norm=l2norm, HAVE_FLA=True)
