@@ -16,7 +16,7 @@ import pickle
 import pickletools
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -62,6 +62,9 @@ def check_heads(path: Path, spec: ModelSpec) -> tuple[str, ...]:
     if not any(found.values()):  # that of a large model takes seconds
         found[METADATA] = _of_shards(path)
     for name, heads in found.items():
+        if heads is not None and spec.latent is not None:
+            # of latent attention a program's other numbers are those of attention without one
+            heads = replace(wanted, num_heads=heads.num_heads)
         if heads not in (None, wanted):
             raise ValueError(
                 f"{path / name} says {heads}, the given config.json {wanted}: queries, keys and "

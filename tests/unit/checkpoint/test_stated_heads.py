@@ -33,6 +33,7 @@ from megatron_opd.checkpoint.to_megatron import hf_to_megatron
 from megatron_opd.cli.main import main
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import ModelSpec, read_model_spec
+from tests.support.latent_models import tiny_deepseek_v3
 from tests.support.models import tiny_qwen2
 
 HEADS = {"num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16, "hidden_size": 64}
@@ -250,3 +251,14 @@ def test_heads_are_kept_as_the_learner_writes_them(models: Path, tmp_path: Path)
     text = json.dumps({"heads": asdict(heads_of(spec))})
     (tmp_path / "state.json").write_text(text)
     assert check_heads(tmp_path, spec) == ("state.json",)
+
+
+def test_of_latent_attention_the_count_of_heads_alone_tells(tmp_path: Path):
+    """Megatron's programs state kv_channels there as if it were hidden_size / heads."""
+    spec = read_model_spec(tiny_deepseek_v3(tmp_path / "model"))
+    assert spec.head_dim == 24
+    bridge(tmp_path, **HEADS | {"num_query_groups": 4})
+    assert check_heads(tmp_path, spec) == ("run_config.yaml",)
+    bridge(tmp_path, **HEADS | {"num_attention_heads": 8, "num_query_groups": 8})
+    with pytest.raises(ValueError, match=r"run_config\.yaml says 8 heads .* config\.json 4 heads"):
+        check_heads(tmp_path, spec)
