@@ -29,7 +29,12 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from megatron_opd.config.learner import LearnerConfig, RoutingReplay, RoutingWeights
-from megatron_opd.learner.routing_checks import check_experts, check_gates, check_replay
+from megatron_opd.learner.routing_checks import (
+    check_experts,
+    check_gates,
+    check_replay,
+    scaled_gates,
+)
 from megatron_opd.learner.top_k import SortedTopK, TopK
 from megatron_opd.learner.world import World
 from megatron_opd.losses.host import sent
@@ -204,6 +209,7 @@ class Routing:
         if self.weights == "learner":
             return MicroRouting(given, real_m)
         assert gates_XLk is not None
+        gates_XLk = scaled_gates(self.spec, gates_XLk)
         gates = self._by_layer(gates_XLk, source_m, np.dtype(np.float32))
         return MicroRouting(given, real_m, gates=gates)
 

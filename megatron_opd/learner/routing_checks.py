@@ -60,9 +60,20 @@ def check_gates(spec: ModelSpec, gates_XLk: GateArray, experts_XLk: ExpertArray)
             f"gate weights must have the shape of their experts, {experts_XLk.shape}, "
             f"got {gates_XLk.shape}"
         )
-    off_XL = np.abs(gates_XLk.sum(-1, dtype=np.float64) - 1)
-    if spec.norm_topk_prob and not (off_XL <= GATE_SLACK).all():
+    if not spec.norm_topk_prob:
+        return
+    sum_XL = gates_XLk.sum(-1, dtype=np.float64)
+    # SGLang multiplies the experts' output by the scale, or the weights, as its kernels want it
+    off_XL = np.minimum(np.abs(sum_XL - 1), np.abs(sum_XL / spec.routed_scale - 1))
+    if not (off_XL <= GATE_SLACK).all():
         raise ValueError(
             "gate weights of a token must add up to 1 for this model (norm_topk_prob), but "
             f"some are off by {off_XL.max():.3g}"
         )
+
+
+def scaled_gates(spec: ModelSpec, gates_XLk: GateArray) -> GateArray:
+    """Return gate weights times the model's scale, which servers may have left to the output."""
+    if spec.routed_scale == 1:
+        return gates_XLk
+    return gates_XLk / gates_XLk.sum(-1, keepdims=True) * np.float32(spec.routed_scale)

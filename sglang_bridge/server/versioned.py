@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ import torch
 from sglang_bridge.server.pieces import Piece
 from sglang_bridge.server.stored_slices import Stored, fill, slices_by_name, stored_of
 from sglang_bridge.server.version_files import BadVersion, Version, open_version
+from sglang_bridge.weights.formats import EXACT_DTYPE
+from sglang_bridge.weights.manifest import File, Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,10 +74,23 @@ class Versioned:
         found: list[Stored] = []
         for name, target in self._memory.items():
             kind = str(target.dtype).removeprefix("torch.")
-            if manifest.dtype != kind:
+            slices = listed.get(name, ())
+            if manifest.dtype != kind and not (kind == EXACT_DTYPE and _are_exact(slices)):
                 raise BadVersion(
                     f"version {manifest.name} holds {manifest.dtype}, this rank {kind}: serve "
                     "with the dtype of the run's student servers"
                 )
-            found += stored_of(self._pieces[name], target, listed.get(name, ()), manifest.name)
+            found += stored_of(self._pieces[name], target, slices, manifest.name)
         return [stored for stored in found if stored.part.form != "same"]
+
+
+def _are_exact(slices: Iterable[tuple[File, Slice]]) -> bool:
+    """Returns whether a tensor is stored in float32, as those are that all servers hold so."""
+    return all(_width(part) == 4 for _, part in slices if part.form != "same")
+
+
+def _width(part: Slice) -> int:
+    """Returns the bytes of a stored number."""
+    if part.form == "changes":
+        return part.arrays[2].row_bytes
+    return part.arrays[0].row_bytes * part.shape[part.dim] // prod(part.shape)

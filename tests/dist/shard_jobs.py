@@ -40,7 +40,7 @@ from sglang_bridge.protocol import WeightPiece
 from sglang_bridge.weights import message_order
 from sglang_bridge.weights.formats import Format, Grid, item_bytes
 from sglang_bridge.weights.lanes import DESCRIPTOR_BYTES
-from tests.support.quantised import held_oracle
+from tests.support.quantised import held_oracle, is_kept
 from tests.support.receiving import LosingFleet, ThreadFleet, staged_digests_of
 
 BUCKET_BYTES = 30_000
@@ -344,7 +344,9 @@ async def _require_staged(
 def wanted_of(exported: dict[str, torch.Tensor], fleet: Fleet) -> dict[str, torch.Tensor]:
     """What servers are to hold of the export, whole."""
     if fleet.quantization is not None:
-        return held_oracle(exported, fleet.quantization, getattr(torch, fleet.dtype))
+        held = held_oracle(exported, fleet.quantization, getattr(torch, fleet.dtype))
+        # of what is not quantised each rank says in which dtype it holds it
+        return held | {name: tensor for name, tensor in exported.items() if is_kept(name)}
     return {name: rounded(name, tensor, fleet.round_to) for name, tensor in exported.items()}
 
 

@@ -8,7 +8,7 @@ from tests.dist import disk_jobs
 from tests.dist.layouts import LAYOUTS
 from tests.dist.shard_jobs import Fleet
 from tests.dist.worlds import run_world
-from tests.support.models import tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import tiny_glm4_moe, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 
@@ -22,6 +22,7 @@ DENSE = [
 MOE = [
     Fleet("moe", (TP2_EP2, TP1), "bfloat16", staging_bytes=10_000_000),
     Fleet("moe", (TP2, TP4_EP2), "float32"),
+    Fleet("glm", (TP2,), "bfloat16"),
 ]
 
 
@@ -33,6 +34,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "tied": tiny_qwen3(base / "tied", seed=1, **small, tie_word_embeddings=True),
         "biased": tiny_qwen2(base / "biased", seed=2, **small),
+        "glm": tiny_glm4_moe(base / "glm", seed=4, **small),
         "moe": tiny_qwen3_moe(base / "moe", seed=3, **small, mlp_only_layers=[1], **heads),
     }
 

@@ -9,7 +9,7 @@ from tests.dist import shard_jobs
 from tests.dist.layouts import LAYOUTS
 from tests.dist.shard_jobs import Fleet
 from tests.dist.worlds import run_world
-from tests.support.models import tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import tiny_glm4_moe, tiny_qwen2, tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 
@@ -28,6 +28,8 @@ MOE = [
     Fleet("moe", (TP2_EP2, TP2_EP2), "bfloat16"),
     Fleet("moe", (TP1, TP4_EP2), "bfloat16"),
     Fleet("moe", (TP2,), "float32"),
+    # its routers and their biases are float32 on servers of every dtype
+    Fleet("glm", (TP2_EP2, TP1), "bfloat16"),
 ]
 # columns of a matrix lie on two ranks, whose rows share a scale
 ROUNDED = [
@@ -39,6 +41,7 @@ ROUNDED = [
 QUANTISED = [
     Fleet("moe", (TP2_EP2, TP1), "bfloat16", quantization="int8"),
     Fleet("moe", (TP4_EP2, TP1), "float32", quantization="fp8", staging_bytes=60_000),
+    Fleet("glm", (TP2_EP2,), "bfloat16", quantization="int8"),
 ]
 QUANTISED_DENSE = [
     Fleet("tied", (TP2, TP1), "float32", quantization="int8", staging_bytes=40_000),
@@ -68,6 +71,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "tied": tiny_qwen3(base / "tied", seed=1, **small, tie_word_embeddings=True),
         "biased": tiny_qwen2(base / "biased", seed=2, **small),
+        "glm": tiny_glm4_moe(base / "glm", seed=4, **small),
         # several KV groups on each of two ranks
         "moe": tiny_qwen3_moe(
             base / "moe",

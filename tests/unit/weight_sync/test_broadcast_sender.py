@@ -39,3 +39,11 @@ def test_what_sglang_joins_is_in_one_bucket(tmp_path: Path):
 
 
 PARTS = ("q_a_proj", "kv_a_proj_with_mqa")
+
+
+def test_each_tensor_travels_in_its_dtype():
+    """A correction bias stays float32 beside weights in bfloat16."""
+    manifest = [("w", (8,), torch.bfloat16), ("bias", (4,), torch.float32)]
+    (bucket,) = plan_buckets(manifest, 32)
+    assert bucket.dtypes == ("bfloat16", "float32")
+    assert len(plan_buckets(manifest, 31)) == 2

@@ -6,10 +6,15 @@ A server on a CPU pads KV heads and has no copies of them, so those are only her
 from collections import defaultdict
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 
 import pytest
 
-from megatron_opd.weight_sync.holdings import Held, server_holdings
+from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.models.spec import read_model_spec
+from megatron_opd.weight_sync.holdings import Held, learner_holdings, server_holdings
+from sglang_bridge.weights.formats import dtype_of, item_bytes
+from tests.support.models import tiny_glm4_moe
 from tests.support.published import spec_of
 
 SPEC = replace(spec_of("Qwen3-30B-A3B"), num_layers=1, moe_layers=(True,))
@@ -66,3 +71,16 @@ def test_the_vocabulary_is_padded_to_64_before_it_is_split():
         if held.name == "model.embed_tokens.weight"
     ]
     assert places == [((0,), 0, 48), ((1,), 48, 48), ((2,), 96, 34)]
+
+
+def test_what_servers_hold_exactly_is_said(tmp_path: Path):
+    """GLM's routers and their biases are float32 in SGLang, whatever the server's dtype."""
+    spec = read_model_spec(tiny_glm4_moe(tmp_path / "glm"))
+    exact = {
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.gate.e_score_correction_bias",
+    }
+    for held in (server_holdings(spec, 2, 2), learner_holdings(spec, ParallelConfig(tp=2))):
+        assert {part.name for part in held if part.kind == "exact"} == exact
+    assert dtype_of("exact", "bfloat16", None) == dtype_of("exact", "bfloat16", "int8") == "float32"
+    assert item_bytes("bfloat16")["exact"] == 4

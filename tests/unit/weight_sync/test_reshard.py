@@ -22,7 +22,7 @@ from megatron_opd.weight_sync.reshard import (
 )
 from tests.support.published import spec_of
 
-ONE = {"plain": 1}
+ONE = {"plain": 1, "exact": 1}
 SMALL = spec_of("Qwen3-1.7B")
 DEGREES = st.sampled_from([1, 2, 4])
 

@@ -99,7 +99,8 @@ def test_the_device_decides_what_is_added():
     assert "--max-total-tokens" in cpu, "SGLang's default takes all the machine's memory"
     given = arguments_for_device(["--max-total-tokens", "512"], cuda=False)
     assert given.count("--max-total-tokens") == 1
-    assert arguments_for_device(["--x", "1"], cuda=True) == ["--x", "1", "--enable-fp32-lm-head"]
+    flags = ["--enable-fp32-lm-head", "--disable-shared-experts-fusion"]
+    assert arguments_for_device(["--x", "1"], cuda=True) == ["--x", "1", *flags]
     saver = ["--enable-memory-saver", "--enable-weights-cpu-backup"]
     assert arguments_for_device(saver, cuda=True)[:2] == saver
     assert not {*saver} & {*arguments_for_device(saver, cuda=False)}, "they need CUDA"
