@@ -176,7 +176,7 @@ def check_staged(case: Case, shares: list[dict[str, list[Message]]]) -> None:
     for first, layout in zip(firsts, case.servers, strict=False):
         sizes: Counter[tuple[int, str]] = Counter()
         for held in as_held(server_holdings(case.spec, layout.tp, layout.ep), case.settings.format):
-            one = {"plain": 2, "numbers": 1, "scales": 4}[held.kind]
+            one = {"plain": 2, "exact": 4, "numbers": 1, "scales": 4}[held.kind]
             for dim, size in enumerate(held.shape):
                 one *= held.length if dim == held.dim else size
             for rank in held.ranks:
