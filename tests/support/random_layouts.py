@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.families.table import FAMILIES
+from megatron_opd.models.latent import Latent
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.plan import ServerLayout, SyncSettings
 from tests.support.published import spec_of
@@ -41,6 +42,7 @@ def random_spec(rng: random.Random) -> ModelSpec:
         experts_per_token=2 if family.moe else 0,
         expert_ffn_size=8 if family.moe else 0,
         moe_layers=tuple(family.moe and rng.random() < 0.5 for _ in range(layers)),
+        latent=Latent(3, 5, 1, 2, 2) if family.latent else None,
     )
 
 

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.families.table import FAMILIES
+from megatron_opd.models.latent import Latent
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.weight_sync.holdings import Held, learner_holdings, server_holdings
 from megatron_opd.weight_sync.reshard import (
@@ -48,6 +49,7 @@ def models(draw: st.DrawFn) -> ModelSpec:
         experts_per_token=2 if family.moe else 0,
         expert_ffn_size=8 if family.moe else 0,
         moe_layers=tuple(family.moe and draw(st.booleans()) for _ in range(layers)),
+        latent=Latent(3, 5, 1, 2, 2) if family.latent else None,
     )
 
 
