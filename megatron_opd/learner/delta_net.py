@@ -23,7 +23,7 @@ EPS = 1e-6
 
 
 class PackedDeltaNet(GatedDeltaNet):
-    """Mixes the tokens of each segment by the gated delta rule (arXiv 2412.06464)."""
+    """Computes what the tokens of each segment read, by the gated delta rule (arXiv 2412.06464)."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         if not torch.cuda.is_available():
