@@ -100,7 +100,8 @@ def _lengths(cu_seqlens: torch.Tensor) -> list[int]:
 
 def _answer_in_torch() -> None:
     """Put this file's functions where Megatron looks for fla's."""
-    found: dict[str, Any] = {"causal_conv1d": convolve, "chunk_gated_delta_rule": rule}
     for module in (common, gdn):
-        vars(module).update(found)
-    vars(common).update(l2norm=l2norm, HAVE_FLA=True)
+        answered: Any = module
+        answered.causal_conv1d, answered.chunk_gated_delta_rule = convolve, rule
+    answered = common
+    answered.l2norm, answered.HAVE_FLA = l2norm, True

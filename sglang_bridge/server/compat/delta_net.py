@@ -191,7 +191,8 @@ def decode(
     """
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_recurrent_gated_delta_rule
 
-    (count, _, heads, values), keys = out.shape, initial_state.shape[-1]
+    count, heads, values = out.shape[0], *out.shape[2:]
+    keys = initial_state.shape[-1]
     of_keys = (mixed_qkv.shape[1] - heads * values) // 2
     parts = mixed_qkv.split([of_keys, of_keys, heads * values], -1)
     q, k, v = (
