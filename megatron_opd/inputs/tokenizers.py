@@ -50,6 +50,12 @@ def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
     return cut_as_written(tokenizer, path)
 
 
+def default_end(path: Path) -> Any:
+    """Return the end token that transformers takes for a config.json that names none."""
+    load = transformers_for_tokenizers().AutoConfig.from_pretrained
+    return load(path, local_files_only=True, trust_remote_code=False).eos_token_id
+
+
 def _check_ids(key: str, path: Path) -> None:
     """Raise UserError if tokenizer.json is not JSON or holds an id beyond MOST_ID."""
     try:
