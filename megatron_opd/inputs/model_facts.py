@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron_opd.checkpoint.hf_files import DTYPE_BITS, HEAD, ITEM_BYTES
 from megatron_opd.config.roles import STUDENT, Role
+from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig, Trust
 from megatron_opd.config.wording import shown
 from megatron_opd.errors import UserError, checked
@@ -148,6 +149,14 @@ def read_served(path: Path, key: str, trust: Trust = "measured") -> ServedFacts:
         size,
         exact,
     )
+
+
+def read_teacher(config: Config, role: Role) -> ServedFacts:
+    """Read a teacher's model as far as it takes to serve it. Raises UserError."""
+    section = config.all_teachers[role.removeprefix("teachers.")]
+    facts = read_served(section.model, f"{role}.model", section.trust)
+    check_exact(role, facts, section)
+    return facts
 
 
 def trust_note(key: str, facts: ServedFacts) -> str | None:

@@ -21,9 +21,8 @@ from megatron_opd.inputs.model_facts import (
     ModelFacts,
     RunModels,
     ServedFacts,
-    check_exact,
     read_model,
-    read_served,
+    read_teacher,
 )
 from megatron_opd.inputs.same_tokenizer import check_tokenizer, further_tokens
 from megatron_opd.inputs.tokenizers import default_end, has_tokenizer, load_tokenizer
@@ -164,14 +163,6 @@ def read_models(config: Config, *, teachers: bool = True) -> RunModels:
         cut_vocabulary(config, read_model(config.student.model, "student.model")),
         {role: read_teacher(config, role) for role in roles.values()},
     )
-
-
-def read_teacher(config: Config, role: Role) -> ServedFacts:
-    """Read a teacher's model as far as it takes to serve it. Raises UserError."""
-    section = config.all_teachers[role.removeprefix("teachers.")]
-    facts = read_served(section.model, f"{role}.model", section.trust)
-    check_exact(role, facts, section)
-    return facts
 
 
 def check_memory(config: Config, models: RunModels) -> None:

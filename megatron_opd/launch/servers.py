@@ -9,8 +9,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.extra_args import check_extra_args, check_stops
-from megatron_opd.inputs.model_facts import read_model
-from megatron_opd.inputs.models import read_teacher
+from megatron_opd.inputs.model_facts import read_model, read_teacher
 from megatron_opd.inputs.weights import check_weights, served_tensors
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.launch.placement import UNPLACED, Placement
