@@ -8,6 +8,7 @@ refused here by name; a weight that it leaves unread is the server's to refuse
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import isclose, log
@@ -78,8 +79,12 @@ MEASURED: Mapping[str, ServedArchitecture] = {
     "SeedOssForCausalLM": ServedArchitecture("seed_oss", "Seed-OSS"),
     "SmolLM3ForCausalLM": ServedArchitecture("smollm3", "SmolLM3", ("default", "yarn"), "switched"),
     "Ernie4_5ForCausalLM": ServedArchitecture("ernie4_5", "ERNIE 4.5 dense"),
-    "GraniteForCausalLM": ServedArchitecture("granite", "Granite 3"),
-    "GraniteMoeForCausalLM": ServedArchitecture("granitemoe", "Granite 3 MoE"),
+    "GraniteForCausalLM": ServedArchitecture(
+        "granite", "Granite 3", fixed={"attention_bias": (None, False)}
+    ),
+    "GraniteMoeForCausalLM": ServedArchitecture(
+        "granitemoe", "Granite 3 MoE", fixed={"attention_bias": (None, False)}
+    ),
     "Glm4ForCausalLM": ServedArchitecture("glm4", "GLM-4", partial=True),
     "Glm4MoeForCausalLM": ServedArchitecture(
         "glm4_moe",
@@ -188,10 +193,10 @@ def check_keys(raw: Mapping[str, Any]) -> None:
         if row is not None and row.partial and key == "partial_rotary_factor":
             continue
         if said.get(key) not in allowed:
-            values = " or ".join("null" if each is None else str(each) for each in allowed)
+            values = " or ".join(map(json.dumps, allowed))
             raise ValueError(
-                f"{key} must be {values}, beyond which SGLang 0.5.23 and transformers differ, got "
-                f"{shown(said.get(key))}"
+                f"{key} must be {values}, beyond which SGLang 0.5.23 and transformers compute "
+                f"different models, got {shown(said.get(key))}"
             )
     for rope in ropes:
         check_rope(raw, rope, _ROPES if row is None else row.ropes)
@@ -247,15 +252,17 @@ def _check_yarn(rope: Mapping[str, Any]) -> None:
 
 
 def rope_settings(raw: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Return the rotary settings, one of each kind of layer where they differ. ValueError."""
-    found: list[Mapping[str, Any]] = []
+    """Return the rotary settings, those of each kind of layer where they differ. ValueError.
+
+    Of both keys, rope_scaling is taken whole.
+    """
     for key in ("rope_scaling", "rope_parameters"):
         settings: Any = raw.get(key) or {}
         if not isinstance(settings, dict):
             raise ValueError(f"{key} must be a mapping, got {shown(settings)}")
-        each = [value for value in settings.values() if isinstance(value, dict)]
-        found += each or [settings]
-    return found
+        if settings:
+            return [each for each in settings.values() if isinstance(each, dict)] or [settings]
+    return [{}]
 
 
 @dataclass(frozen=True, slots=True)

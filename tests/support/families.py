@@ -105,10 +105,16 @@ GRANITE = TinyFamily(
     "GraniteForCausalLM",
     {
         "embedding_multiplier": 12.0,
-        "attention_multiplier": 0.1,
-        "residual_multiplier": 0.22,
-        "logits_scaling": 2.0,
+        "attention_multiplier": 0.5,
+        "residual_multiplier": 0.8,
+        "logits_scaling": 0.5,
     },
+    NO_HEAD_DIM,
+)
+GRANITE_MOE = TinyFamily(
+    "GraniteMoeConfig",
+    "GraniteMoeForCausalLM",
+    {**GRANITE.fields, "num_local_experts": 8, "num_experts_per_tok": 2},
     NO_HEAD_DIM,
 )
 LLAMA3_ROPE = rope(
@@ -127,112 +133,186 @@ LONGROPE = rope(
     long_factor=[1.0, 1.1, 1.3, 1.8, 2.5, 4.0],
 )
 
+GEMMA3 = TinyFamily(
+    "Gemma3TextConfig",
+    "Gemma3ForCausalLM",
+    {
+        "num_hidden_layers": 4,
+        "tie_word_embeddings": True,
+        "sliding_window": WINDOW,
+        "query_pre_attn_scalar": 16,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+        "rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+        },
+    },
+    written={
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 10000.0,
+        "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+    },
+)
+OLMO2 = TinyFamily("Olmo2Config", "Olmo2ForCausalLM", without=NO_HEAD_DIM)
+OLMO3 = TinyFamily(
+    "Olmo3Config",
+    "Olmo3ForCausalLM",
+    {"num_hidden_layers": 4, "sliding_window": WINDOW, "rope_parameters": None},
+    NO_HEAD_DIM,
+    {"rope_theta": 500000, "rope_scaling": None},
+)
+OLMOE = TinyFamily(
+    "OlmoeConfig",
+    "OlmoeForCausalLM",
+    {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False, "num_key_value_heads": 4},
+    NO_HEAD_DIM,
+)
+SMOLLM3 = TinyFamily(
+    "SmolLM3Config",
+    "SmolLM3ForCausalLM",
+    {"num_hidden_layers": 4, "no_rope_layer_interval": 4},
+    NO_HEAD_DIM,
+)
+MINISTRAL3 = TinyFamily(
+    "Ministral3Config",
+    "Ministral3ForCausalLM",
+    rope(**YARN, llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0),
+    written={"original_max_position_embeddings": ORIGINAL},
+    kept_rope=True,
+)
+GLM4 = TinyFamily("Glm4Config", "Glm4ForCausalLM", {**HALF_ROTARY, "attention_bias": True})
+GLM4_MOE = TinyFamily(
+    "Glm4MoeConfig",
+    "Glm4MoeForCausalLM",
+    {
+        **HALF_ROTARY,
+        **ROUTED,
+        "num_hidden_layers": 3,
+        "attention_bias": True,
+        "use_qk_norm": True,
+        "n_routed_experts": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "routed_scaling_factor": 2.5,
+        "norm_topk_prob": True,
+    },
+)
+PLAIN_YARN = {key: value for key, value in YARN.items() if key != "rope_theta"}
+ALL_ROPES = {
+    "linear": rope(rope_type="linear", factor=4.0),
+    "llama3": LLAMA3_ROPE,
+    "yarn": rope(**YARN),
+}
+
+
+def with_ropes(name: str, family: TinyFamily, *kinds: str) -> dict[str, TinyFamily]:
+    """A family by its name, and once more for each further type of rotary positions."""
+    varied = {f"{name}, {kind}": family.with_fields(**ALL_ROPES[kind]) for kind in kinds}
+    return {name: family, **varied}
+
+
 SERVED: Mapping[str, TinyFamily] = {
-    "Llama": LLAMA,
-    "Llama 3.1 (llama3)": LLAMA.with_fields(**LLAMA3_ROPE),
-    "Llama, YaRN": LLAMA.with_fields(**rope(**YARN)),
+    **with_ropes("Llama", LLAMA, *ALL_ROPES),
     "Llama, attention_bias": LLAMA.with_fields(attention_bias=True),
-    "Qwen2": QWEN2,
-    "Qwen2, YaRN": QWEN2.with_fields(**rope(**YARN)),
-    "Qwen2, window switched off": QWEN2.saying(
-        use_sliding_window=False, sliding_window=WINDOW, layer_types=None
-    ),
-    "Qwen3": QWEN3,
-    "Qwen3, tied": QWEN3.with_fields(tie_word_embeddings=True),
-    "Qwen3, linear": QWEN3.with_fields(**rope(rope_type="linear", factor=4.0)),
-    "Qwen3, YaRN": QWEN3.with_fields(**rope(**YARN)),
-    "Qwen3, YaRN, rope_parameters": TinyFamily(
+    **with_ropes("Qwen2", QWEN2, *ALL_ROPES),
+    "Qwen2, window switched off": QWEN2.saying(use_sliding_window=False, sliding_window=WINDOW),
+    **with_ropes("Qwen3", QWEN3, *ALL_ROPES),
+    "Qwen3, yarn in rope_parameters": TinyFamily(
         "Qwen3Config", "Qwen3ForCausalLM", rope(**YARN), kept_rope=True
     ),
+    "Qwen3, tied": QWEN3.with_fields(tie_word_embeddings=True),
     "Qwen3, attention_bias": QWEN3.with_fields(attention_bias=True),
     "Qwen3, head_dim 40": QWEN3.with_fields(head_dim=40),
-    "Qwen3-MoE": QWEN3_MOE,
+    **with_ropes("Qwen3-MoE", QWEN3_MOE, *ALL_ROPES),
+    "Qwen3-MoE, norm_topk_prob false": QWEN3_MOE.with_fields(norm_topk_prob=False),
     "Mixtral": MIXTRAL,
-    "Mistral": MISTRAL,
-    "Ministral 3": TinyFamily(
-        "Ministral3Config",
-        "Ministral3ForCausalLM",
-        rope(**YARN, llama_4_scaling_beta=0.1, mscale=1.0, mscale_all_dim=1.0),
-        kept_rope=True,
-    ),
-    "OLMo 2": TinyFamily("Olmo2Config", "Olmo2ForCausalLM", without=NO_HEAD_DIM),
-    "OLMo 3": TinyFamily(
-        "Olmo3Config",
-        "Olmo3ForCausalLM",
-        {"num_hidden_layers": 4, "sliding_window": WINDOW},
-        NO_HEAD_DIM,
-    ),
-    "OLMoE": TinyFamily(
-        "OlmoeConfig",
-        "OlmoeForCausalLM",
-        {
-            "num_experts": 8,
-            "num_experts_per_tok": 2,
-            "norm_topk_prob": False,
-            "num_key_value_heads": 4,
-        },
-        NO_HEAD_DIM,
-    ),
+    **with_ropes("Mistral", MISTRAL, "yarn"),
+    "Ministral 3": MINISTRAL3,
+    "OLMo 2": OLMO2,
+    "OLMo 3": OLMO3,
+    "OLMo 3, yarn": OLMO3.saying(rope_scaling=PLAIN_YARN),
+    "OLMoE": OLMOE,
     "Phi-3, Phi-4": PHI3,
     "Phi-4-mini": PHI4_MINI,
     "Seed-OSS": TinyFamily("SeedOssConfig", "SeedOssForCausalLM", {"attention_bias": True}),
-    "SmolLM3": TinyFamily(
-        "SmolLM3Config",
-        "SmolLM3ForCausalLM",
-        {"num_hidden_layers": 4, "no_rope_layer_interval": 4},
-        NO_HEAD_DIM,
-    ),
+    **with_ropes("SmolLM3", SMOLLM3, "yarn"),
     "ERNIE 4.5 dense": TinyFamily("Ernie4_5Config", "Ernie4_5ForCausalLM"),
     "Granite 3": GRANITE,
-    "Granite 3 MoE": TinyFamily(
-        "GraniteMoeConfig",
-        "GraniteMoeForCausalLM",
-        {**GRANITE.fields, "num_local_experts": 8, "num_experts_per_tok": 2},
-        NO_HEAD_DIM,
-    ),
-    "GLM-4": TinyFamily("Glm4Config", "Glm4ForCausalLM", {**HALF_ROTARY, "attention_bias": True}),
-    "GLM-4.5, GLM-4.6": TinyFamily(
-        "Glm4MoeConfig",
-        "Glm4MoeForCausalLM",
-        {
-            **HALF_ROTARY,
-            **ROUTED,
-            "num_hidden_layers": 3,
-            "attention_bias": True,
-            "use_qk_norm": True,
-            "n_routed_experts": 8,
-            "n_shared_experts": 1,
-            "first_k_dense_replace": 1,
-            "n_group": 1,
-            "topk_group": 1,
-            "routed_scaling_factor": 2.5,
-            "norm_topk_prob": True,
-        },
-        written={"num_nextn_predict_layers": 0},
-    ),
-    "Gemma 3 text": TinyFamily(
-        "Gemma3TextConfig",
-        "Gemma3ForCausalLM",
-        {
-            "num_hidden_layers": 4,
-            "tie_word_embeddings": True,
-            "sliding_window": WINDOW,
-            "query_pre_attn_scalar": 16,
-            "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
-            "rope_parameters": {
-                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
-                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
-            },
-        },
-        written={
-            "rope_parameters": None,
-            "rope_theta": 1e6,
-            "rope_local_base_freq": 10000.0,
-            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
-        },
-    ),
+    "Granite 3, tied": GRANITE.with_fields(tie_word_embeddings=True),
+    "Granite 3 MoE": GRANITE_MOE,
+    "Granite 3 MoE, tied": GRANITE_MOE.with_fields(tie_word_embeddings=True),
+    "GLM-4": GLM4,
+    "GLM-4, no biases": GLM4.with_fields(attention_bias=False),
+    "GLM-4.5, GLM-4.6": GLM4_MOE,
+    "GLM-4.5, no query-key norm": GLM4_MOE.with_fields(use_qk_norm=False),
+    "Gemma 3 text": GEMMA3,
+    "Gemma 3 text, default": GEMMA3.saying(rope_scaling=None),
 }
 """What SGLang serves rightly, by what it is called."""
+
+WINDOWED: Fields = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+LIMITED: Mapping[str, TinyFamily] = {
+    "Qwen2, window": QWEN2.with_fields(**WINDOWED),
+    "Qwen3, window": QWEN3.with_fields(**WINDOWED),
+    "Qwen3-MoE, window": QWEN3_MOE.with_fields(**WINDOWED),
+    "Mistral, window": MISTRAL.with_fields(sliding_window=WINDOW),
+    "Mixtral, window": MIXTRAL.with_fields(sliding_window=WINDOW),
+    "Phi-3, window": PHI3.with_fields(sliding_window=WINDOW),
+    "SmolLM3, window": SMOLLM3.with_fields(
+        use_sliding_window=True,
+        sliding_window=WINDOW,
+        layer_types=["sliding_attention"] * 4,
+    ),
+    "Phi-4-mini, longrope": PHI4_MINI.with_fields(
+        **LONGROPE, original_max_position_embeddings=ORIGINAL
+    ),
+}
+"""What SGLang serves rightly up to so many tokens, and wrongly beyond without a word."""
+
+MISSERVED: Mapping[str, tuple[TinyFamily, str]] = {
+    "Llama, mlp_bias": (LLAMA.with_fields(mlp_bias=True), "mlp_bias must be"),
+    "Llama, dynamic": (
+        LLAMA.with_fields(**rope(rope_type="dynamic", factor=4.0)),
+        "got 'dynamic'",
+    ),
+    "Qwen3-MoE, a dense layer": (
+        QWEN3_MOE.with_fields(num_hidden_layers=3, mlp_only_layers=[0]),
+        "mlp_only_layers must be",
+    ),
+    "Qwen3, yarn with attn_factor": (
+        QWEN3.with_fields(**rope(**YARN, attn_factor=0.8782488562869419)),
+        "attn_factor of rope type yarn must be 1",
+    ),
+    "Qwen3, yarn with attention_factor": (
+        QWEN3.with_fields(**rope(**YARN, attention_factor=1.5)),
+        "attention_factor of rope type yarn must be left out or 1.3465736",
+    ),
+    "Llama, partial_rotary_factor": (
+        LLAMA.saying(partial_rotary_factor=0.5),
+        "partial_rotary_factor must be",
+    ),
+    "Llama, rope_is_neox_style": (
+        LLAMA.saying(rope_is_neox_style=False),
+        "rope_is_neox_style must be",
+    ),
+    "Mixtral, linear": (MIXTRAL.with_fields(**ALL_ROPES["linear"]), "got 'linear'"),
+    "Mixtral, yarn": (MIXTRAL.with_fields(**ALL_ROPES["yarn"]), "got 'yarn'"),
+    "Ministral 3, original context inside alone": (
+        MINISTRAL3.saying(original_max_position_embeddings=None),
+        "original_max_position_embeddings must be 64 outside",
+    ),
+    "OLMo 2, gelu": (OLMO2.with_fields(hidden_act="gelu"), "hidden_act must be"),
+    "OLMo 3, rope_theta": (OLMO3.saying(rope_theta=10000.0), "rope_theta must be"),
+    "OLMoE, clip_qkv": (OLMOE.with_fields(clip_qkv=0.5), "clip_qkv must be"),
+    "OLMoE, norm_topk_prob": (OLMOE.with_fields(norm_topk_prob=True), "norm_topk_prob must be"),
+    "Granite 3, attention_bias": (
+        GRANITE.with_fields(attention_bias=True),
+        "attention_bias must be",
+    ),
+}
+"""What SGLang serves wrongly, most of it without a word, and what refuses it."""
 
 
 def make(family: TinyFamily, path: Path, seed: int = 3, head_std: float = 2.0) -> Path:
@@ -247,7 +327,7 @@ def make(family: TinyFamily, path: Path, seed: int = 3, head_std: float = 2.0) -
     file = path / "config.json"
     said = json.loads(file.read_text())
     if not family.kept_rope:
-        said |= published_rope(said.pop("rope_parameters", {}))
+        said |= published_rope(said.pop("rope_parameters", None) or {})
     for key, value in family.written.items():
         if value is None:
             said.pop(key, None)
@@ -287,4 +367,4 @@ def randomise(model: Any, seed: int, head_std: float) -> None:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         for name, buffer in sorted(model.named_buffers()):
             if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
+                buffer.copy_(0.5 * torch.randn(buffer.shape, generator=generator))

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,6 +17,7 @@ CHUNK = 128
 PROMPTS = ((1, 1), (20, 12), (33, 64), (100, 20), (150, 60), (200, 55))
 """(prompt, response) tokens of what is scored, beyond a window of 32 and an original context."""
 ROLLOUTS = ((5, 40), (90, 30))
+Lengths = Sequence[tuple[int, int]]
 ARGUMENTS = ("--chunked-prefill-size", str(CHUNK))
 
 
@@ -29,10 +29,10 @@ class Answers:
     rollouts: Sequence[tuple[RolloutRequest, RolloutReply]]
 
 
-def ask(url: str, prompts: Sequence[tuple[int, int]] = PROMPTS) -> Answers:
+def ask(url: str, prompts: Lengths = PROMPTS, rollouts: Lengths = ROLLOUTS) -> Answers:
     """Score everything alone, then all of it at once, and sample."""
     requests = [ragged_request(f"s{i}", p, t, seed=i) for i, (p, t) in enumerate(prompts)]
-    rollouts = [
+    sampled = [
         RolloutRequest(
             exact=True,
             rid=f"g{i}",
@@ -41,17 +41,17 @@ def ask(url: str, prompts: Sequence[tuple[int, int]] = PROMPTS) -> Answers:
             num_atoms=4,
             num_draws=8,
         )
-        for i, (prompt, tokens) in enumerate(ROLLOUTS)
+        for i, (prompt, tokens) in enumerate(rollouts)
     ]
 
     async def run() -> Answers:
         async with ServerClient(url, timeout_s=120) as client:
             first = [await client.score(request) for request in requests]
             again = await asyncio.gather(*map(client.score, requests))
-            sampled = await asyncio.gather(*map(client.generate, rollouts))
+            replies = await asyncio.gather(*map(client.generate, sampled))
         return Answers(
             list(zip(requests, first, again, strict=True)),
-            list(zip(rollouts, sampled, strict=True)),
+            list(zip(sampled, replies, strict=True)),
         )
 
     return asyncio.run(run())
@@ -89,20 +89,16 @@ def seen(answers: Answers, model: torch.nn.Module, share: float = 0.01) -> Mappi
 
     Every second element by `share`: a norm behind a matrix undoes what scales all of it.
     """
-    request, reply, _ = answers.scores[-1]
     found: dict[str, float] = {}
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    for name, tensor in tensors:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" in name or "embed_scale" in name:
-            continue
+            continue  # follows from config.json
         kept = tensor.detach().clone()
         with torch.no_grad():
             tensor.view(-1)[::2] *= 1 + share
-            found[name] = float(np.abs(reply.logp_N - expected(request, model)).max())
+            found[name] = max(
+                float(np.abs(reply.logp_N - expected(request, model)).max(initial=0))
+                for request, reply, _ in answers.scores
+            )
             tensor.copy_(kept)
     return found
-
-
-def log_of(directory: Path, name: str) -> Path:
-    """Where the server of a family writes."""
-    return directory / f"{''.join(c if c.isalnum() else '-' for c in name)}.log"
