@@ -367,4 +367,4 @@ def randomise(model: Any, seed: int, head_std: float) -> None:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         for name, buffer in sorted(model.named_buffers()):
             if name.endswith("e_score_correction_bias"):
-                buffer.copy_(0.5 * torch.randn(buffer.shape, generator=generator))
+                buffer.copy_(0.1 * torch.randn(buffer.shape, generator=generator))
