@@ -71,7 +71,7 @@ MEASURED: Mapping[str, ServedArchitecture] = {
     "OlmoeForCausalLM": ServedArchitecture(
         "olmoe",
         "OLMoE",
-        fixed={**_UNTIED, "norm_topk_prob": (None, False)},
+        fixed={**_UNTIED, "norm_topk_prob": (None, False), "rms_norm_eps": (None, 1e-5)},
     ),
     "Phi3ForCausalLM": ServedArchitecture(
         "phi3", "Phi-3, Phi-4, Phi-4-mini", ("default", "longrope"), "ignored", partial=True

@@ -19,6 +19,8 @@ from tests.support.models import VOCAB_SIZE, write_tokenizer
 Fields = Mapping[str, Any]
 
 WINDOW, ORIGINAL = 32, 64
+THETA = 50000.0
+"""No class's default, as rms_norm_eps is none: who does not read either is found."""
 BASE: Fields = {
     "vocab_size": VOCAB_SIZE,
     "hidden_size": 64,
@@ -28,7 +30,8 @@ BASE: Fields = {
     "num_key_value_heads": 2,
     "head_dim": 16,
     "max_position_embeddings": 2048,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+    "rope_parameters": {"rope_type": "default", "rope_theta": THETA},
+    "rms_norm_eps": 1e-4,
     "tie_word_embeddings": False,
     "bos_token_id": None,
     "eos_token_id": 1,
@@ -36,7 +39,7 @@ BASE: Fields = {
 }
 YARN: Fields = {
     "rope_type": "yarn",
-    "rope_theta": 10000.0,
+    "rope_theta": THETA,
     "factor": 32.0,
     "original_max_position_embeddings": ORIGINAL,
 }
@@ -80,7 +83,7 @@ class TinyFamily:
 
 def rope(**settings: Any) -> Fields:
     """Fields of rotary settings."""
-    return {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, **settings}}
+    return {"rope_parameters": {"rope_type": "default", "rope_theta": THETA, **settings}}
 
 
 NO_HEAD_DIM = ("head_dim",)
@@ -143,13 +146,13 @@ GEMMA3 = TinyFamily(
         "query_pre_attn_scalar": 16,
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
         "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
         },
     },
     written={
         "rope_theta": 1e6,
-        "rope_local_base_freq": 10000.0,
+        "rope_local_base_freq": 5000.0,
         "rope_scaling": {"rope_type": "linear", "factor": 8.0},
     },
 )
@@ -164,7 +167,13 @@ OLMO3 = TinyFamily(
 OLMOE = TinyFamily(
     "OlmoeConfig",
     "OlmoeForCausalLM",
-    {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": False, "num_key_value_heads": 4},
+    {
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": False,
+        "num_key_value_heads": 4,
+        "rms_norm_eps": 1e-5,
+    },
     NO_HEAD_DIM,
 )
 SMOLLM3 = TinyFamily(
@@ -307,6 +316,7 @@ MISSERVED: Mapping[str, tuple[TinyFamily, str]] = {
     "OLMo 3, rope_theta": (OLMO3.saying(rope_theta=10000.0), "rope_theta must be"),
     "OLMoE, clip_qkv": (OLMOE.with_fields(clip_qkv=0.5), "clip_qkv must be"),
     "OLMoE, norm_topk_prob": (OLMOE.with_fields(norm_topk_prob=True), "norm_topk_prob must be"),
+    "OLMoE, rms_norm_eps": (OLMOE.with_fields(rms_norm_eps=0.01), "rms_norm_eps must be"),
     "Granite 3, attention_bias": (
         GRANITE.with_fields(attention_bias=True),
         "attention_bias must be",
