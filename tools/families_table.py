@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron_opd.inputs.served_rules import MEASURED, UNSERVED
+from megatron_opd.models.families import FAMILIES
 from tools.findings_table import Records
 
 WAYS = ("prefill", "chunked prefill", "cached prefix", "decode")
@@ -12,7 +13,7 @@ WAYS = ("prefill", "chunked prefill", "cached prefix", "decode")
 
 def served_families(records: Records) -> str:
     """A row for each family: its errors by how they were computed, and the least change seen."""
-    heads = ["family", "architecture", *WAYS, "1 % of a tensor shows"]
+    heads = ["family", "architecture", *WAYS, "a changed tensor shows"]
     rows = [
         [
             row["name"],
@@ -53,6 +54,12 @@ def refused_families(_: Records) -> str:
     return _table(["architecture", "why"], [[f"`{n}`", why] for n, why in UNSERVED.items()])
 
 
+def trained_models(_: Records) -> str:
+    """The models that students may be of."""
+    trained = {family.architecture for family in FAMILIES.values()}
+    return ", ".join(row.published for name, row in MEASURED.items() if name in trained)
+
+
 def measured_models(_: Records) -> str:
     """The models that teachers may be of, in the order of the list."""
     return ", ".join(row.published for row in MEASURED.values())
@@ -74,6 +81,7 @@ FUNCTIONS: Mapping[str, Callable[..., str]] = {
         limited_families,
         misserved_families,
         refused_families,
+        trained_models,
         measured_models,
     )
 }
