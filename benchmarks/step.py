@@ -28,8 +28,9 @@ from typing import Any
 from harness.synthetic import Shape, write_model
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.sizing.flops import PEAK_BF16_TFLOPS, active_layer_elements, mfu
-from megatron_opd.sizing.parameters import active_parameters, model_parameters
+from megatron_opd.sizing.flops import PEAK_BF16_TFLOPS, mfu
+from megatron_opd.sizing.parameters import model_parameters
+from megatron_opd.sizing.served import size_of
 from sglang_bridge.ports import free_port
 
 Tree = dict[str, Any]
@@ -173,8 +174,8 @@ def _parameters(model: Path) -> Tree:
     return {
         "config": json.loads((model / "config.json").read_text(encoding="utf-8")),
         "parameters": model_parameters(spec).total,
-        "active_parameters": active_parameters(spec),
-        "active_layer_elements": active_layer_elements(spec),
+        "active_parameters": size_of(spec).active_parameters,
+        "active_layer_elements": size_of(spec).active_layer_elements,
     }
 
 

@@ -17,7 +17,6 @@ from megatron_opd.cli.tables.check import LINK_GBS
 from megatron_opd.cli.tables.memory import memory_tables
 from megatron_opd.cli.tables.weight_sync import sync_tables
 from megatron_opd.config.load import load_config
-from megatron_opd.config.roles import STUDENT
 from megatron_opd.config.schema import Config
 from megatron_opd.inputs.models import check_models
 
@@ -36,7 +35,7 @@ def tables(example: str) -> str:
     config = load_config(Config, ROOT / "examples" / "cluster" / example / "config.yaml")
     models = check_models(config, plan=True).models
     console = Console(file=io.StringIO(), width=100, color_system=None, legacy_windows=False)
-    syncs = sync_tables(config, models[STUDENT].spec, LINK_GBS)
+    syncs = sync_tables(config, models.student.spec, LINK_GBS)
     for table in (*memory_tables(config, models), *syncs):
         console.print(table)
         console.print()

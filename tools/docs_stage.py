@@ -32,7 +32,7 @@ NAVIGATION = {
         "verifiers",
         "extending",
     ),
-    "Training": ("learner", "layouts", "routing", "reproducible", "beside"),
+    "Training": ("learner", "families", "layouts", "routing", "reproducible", "beside"),
     "Running": (
         "cluster",
         "data_workers",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tools import caches_table, delays_table, findings_table
+from tools import caches_table, delays_table, families_table, findings_table
 from tools.findings_table import Records
 
 
@@ -42,6 +42,7 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     "verl": verl,
     **{name: of_findings(function) for name, function in findings_table.FIGURES.items()},
     **caches_table.FUNCTIONS,
+    **families_table.FUNCTIONS,
     "delays_table": delays_table.delays_table,
     "enumerated": delays_table.enumerated,
 }

@@ -269,14 +269,14 @@ def check_complete(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: P
         stored = find(tensors, name)
         assert stored is not None, name
         check_shape(stored, shape, path, name)
-    check_tied(tensors, spec, path)
+    check_tied(tensors, path, tied=spec.tied)
     extra = unread_tensors(tensors, spec)
     _refuse_extra([name for name in extra if name.startswith(MODEL_PREFIXES)], spec, path)
 
 
-def check_tied(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: Path) -> None:
+def check_tied(tensors: Mapping[str, StoredTensor], path: Path, *, tied: bool) -> None:
     """Raise ValueError when a tied model's own head, if one is stored, is not its embedding."""
-    if not spec.tied or HEAD not in tensors or EMBEDDING not in tensors:
+    if not tied or HEAD not in tensors or EMBEDDING not in tensors:
         return
     if not same_data(tensors[HEAD], tensors[EMBEDDING]):
         raise ValueError(

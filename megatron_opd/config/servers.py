@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -23,6 +23,8 @@ from megatron_opd.config.section import (
 from megatron_opd.config.wording import shown
 from sglang_bridge.listening import is_loopback
 from sglang_bridge.weights.formats import Format
+
+Trust = Literal["measured", "any"]
 
 
 class ServerConfig(Section):
@@ -160,6 +162,16 @@ class ServerConfig(Section):
         """Returns the fixed ports of the servers started here; empty when free ports are picked."""
         count = self.servers if self.base_port and not self.urls else 0
         return range(self.base_port, self.base_port + count)
+
+
+class TeacherConfig(ServerConfig):
+    """Describes the SGLang servers of a teacher, whose model no learner needs to know."""
+
+    trust: Trust = "measured"
+    """Which architectures may be served: measured, those whose scores equalled transformers'
+    (docs/families.md), or any that SGLang knows. scoring.guard looks at either: it compares scores
+    with sampling, and with a forward pass of transformers where there is room for one. any lets a
+    model in that SGLang may serve wrongly beyond the guard's short passages."""
 
 
 def is_local_url(url: str) -> bool:

@@ -28,7 +28,7 @@ from megatron_opd.config.sections import (
     WeightSyncConfig,
 )
 from megatron_opd.config.selection import SelectionConfig
-from megatron_opd.config.servers import ServerConfig
+from megatron_opd.config.servers import ServerConfig, TeacherConfig
 from megatron_opd.config.simulation import SimulationConfig
 from megatron_opd.config.sites import SitesConfig, open_permits
 from megatron_opd.config.supports import SupportConfig
@@ -63,12 +63,12 @@ class ConfigTree(Section):
     """The prompt files and how their rows are read."""
     student: ServerConfig
     """The student's model and the servers that sample from it."""
-    teacher: ServerConfig | None = None
+    teacher: TeacherConfig | None = None
     """The default teacher's servers; null for objectives that only read rewards. It must have the
     student's tokenizer, but may have more tokens behind the student's unless it selects ids itself
     (support.type teacher_topk, teacher_mc); either may have more padding rows in its vocabulary:
     ids that only the student has then get probability 0."""
-    teachers: dict[str, ServerConfig] = Field(default_factory=dict[str, ServerConfig])
+    teachers: dict[str, TeacherConfig] = Field(default_factory=dict[str, TeacherConfig])
     """More teachers by name, each with the keys of `teacher`; data.teacher_key says which of them
     scores a prompt. Each one adds its servers' memory."""
     verifier: VerifierConfig = VerifierConfig()
@@ -128,7 +128,7 @@ class ConfigTree(Section):
         )
 
     @property
-    def all_teachers(self) -> dict[str, ServerConfig]:
+    def all_teachers(self) -> dict[str, TeacherConfig]:
         """Returns every teacher by name; the section `teacher` is named "teacher"."""
         default = {} if self.teacher is None else {DEFAULT_TEACHER: self.teacher}
         return default | self.teachers
@@ -137,7 +137,7 @@ class ConfigTree(Section):
     def served(self) -> dict[str, ServerConfig]:
         """Returns the sections of servers by key: student, teacher, teachers.NAME."""
         teachers = {key_of_teacher(name): section for name, section in self.all_teachers.items()}
-        return {"student": self.student} | teachers
+        return {"student": self.student, **teachers}
 
     @property
     def site_slots(self) -> dict[str, int]:

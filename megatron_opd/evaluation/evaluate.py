@@ -26,13 +26,13 @@ from megatron_opd.evaluation.sets import EvaluatedSet, evaluated_sets
 from megatron_opd.fleet.clients import make_fleet
 from megatron_opd.fleet.ends import FirstCause, closing_all
 from megatron_opd.fleet.startup import start_all
-from megatron_opd.inputs.model_facts import check_window, read_model
+from megatron_opd.inputs.model_facts import check_exact, read_evaluated
 from megatron_opd.inputs.models import check_ends, ends_of
 from megatron_opd.inputs.prepare import make_verifiers, prepare
 from megatron_opd.inputs.rendering import template_of_run
 from megatron_opd.inputs.tokenizers import load_tokenizer
 from megatron_opd.inputs.verifiers import judging
-from megatron_opd.inputs.weights import check_weights
+from megatron_opd.inputs.weights import served_tensors
 from megatron_opd.launch.keys import role_key
 from megatron_opd.launch.placing import gpus_of_server
 from megatron_opd.launch.processes import Processes
@@ -77,7 +77,9 @@ def questions_of(config: Config, clock: datetime | None = None) -> Questions:
 
 def evaluate_checkpoint(config: Config, model: Path) -> dict[str, EvaluationReport]:
     """Serve `model` with the student's settings and evaluate it; return {set: report}."""
-    check_weights(model, "--model", read_model(model, "--model").spec)
+    facts = read_evaluated(model, "--model")
+    served_tensors(model, "--model", facts.raw)
+    check_exact("student", facts, config.student)
     reports: dict[str, EvaluationReport] = {}
     ask(questions_of(config), model, reports.__setitem__)
     return reports
@@ -86,9 +88,7 @@ def evaluate_checkpoint(config: Config, model: Path) -> dict[str, EvaluationRepo
 def ask(questions: Questions, model: Path, found: Found) -> None:
     """Serve the Hugging Face checkpoint `model` and evaluate it on every set. RunFailed."""
     config, key = questions.config, f"{model}"
-    facts = read_model(model, key)
-    limit = config.student.context_length or facts.context_length
-    check_window("student.context_length", facts.spec, limit)
+    facts = read_evaluated(model, key)
     ending = ends_of(config, key, facts, load_tokenizer(model, key))
     gpus = gpus_of_server(config, STUDENT, 0)
     with tempfile.TemporaryDirectory(prefix="opd-eval-") as scratch:

@@ -1,8 +1,8 @@
 """Admits servers to the fleets of a run under way: those that come back, and those that are new.
 
-A new one that did not fit would end the run later. It must hold the tensors of the role's model and
-answer as the run will ask it. A teacher must also hold the weights of those that are there; a
-student gets its own with the next weight sync.
+A new one that did not fit would end the run later. A student must hold the tensors of its model and
+answer as the run will ask it; it gets new weights with the next sync. A teacher must score its own
+samples as it samples them, and a passage as those score it that are there.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from megatron_opd.launch.keys import named_key
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.records.types import Prompt
 from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.teacher_guard import ATOMS, TOKENS, bound_nats
 from megatron_opd.weight_sync.holdings import as_held, server_holdings
 from megatron_opd.weight_sync.quantised_pieces import CannotServe
 from megatron_opd.weight_sync.shards import require_as_planned, server_layout
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import one_line
 from sglang_bridge.fleet import Fleet
-from sglang_bridge.protocol import ServerInfo, WeightPiece
+from sglang_bridge.protocol import ScoreRequest, ServerInfo, WeightPiece
 from sglang_bridge.weights.formats import Format
 
 CUT_AS_PLANNED = ("shards", "disk")
@@ -95,12 +96,12 @@ async def check_candidate(
     info: ServerInfo,
 ) -> None:
     """Raise UserError for a server that a role cannot use; BridgeError: it does not answer well."""
-    section = section_of(config, role)
-    spec, pieces = read_model_spec(section.model), await client.weight_pieces()
-    require_tensors(info, spec, pieces, section.quantization)
     if role != STUDENT:
         await _check_teacher(config, prepared, role, fleet, client)
         return
+    section = config.student
+    spec, pieces = read_model_spec(section.model), await client.weight_pieces()
+    require_tensors(info, spec, pieces, section.quantization)
     if config.weight_sync.type in CUT_AS_PLANNED:
         try:
             layout = server_layout(info)
@@ -149,21 +150,33 @@ async def _sample(config: Config, prepared: Prepared, client: ServerClient) -> N
 async def _check_teacher(
     config: Config, prepared: Prepared, role: Role, fleet: Fleet, client: ServerClient
 ) -> None:
-    """Let it score its own samples, and compare its weights with a server's that is there."""
+    """Let it score its own samples, and compare its scores with a server's that is there."""
     names = teacher_roles(config)
     asked = {name: [client] if of == role else [] for name, of in names.items()}
-    # its weights are compared with a server's that is there, below
+    # its scores are compared with those of a server that is there, below
     await check_teachers(config, prepared, asked, second=False)
+    bound = bound_nats(section_of(config, role).dtype, config.scoring.temperature)
+    request = _passage(prepared.vocab_sizes[role], config.scoring.temperature)
     for other in fleet.clients[:1]:
-        ours, theirs = await client.weight_digests(), await other.weight_digests()
-        known = {_slice(piece): piece.digest for piece in theirs}
-        for piece in ours:
-            if known.get(_slice(piece), piece.digest) != piece.digest:
-                raise UserError(
-                    f"{client.url} serves another model than {other.url}: {piece.hf_name} differs"
-                )
+        ours, theirs = await client.score(request), await other.score(request)
+        gap_nats = float(np.median(np.abs(ours.logp_N - theirs.logp_N)))
+        if not gap_nats <= bound:
+            raise UserError(
+                f"{client.url} serves another model than {other.url}: their scores of one passage "
+                f"differ by {gap_nats:.2g} nats (median; {bound:g} are allowed)"
+            )
 
 
-def _slice(piece: WeightPiece) -> tuple[str, int, int, int, str]:
-    """Name a slice; servers of other layouts have at least the norms in common."""
-    return piece.hf_name, piece.dim, piece.start, piece.length, piece.dtype
+def _passage(vocab_size: int, temperature: float) -> ScoreRequest:
+    """Return random tokens to be scored: mostly unlikely, by which models differ most."""
+    rng = np.random.default_rng(0)
+    ids_TK = rng.integers(vocab_size, size=(TOKENS, ATOMS), dtype=np.int32)
+    return ScoreRequest(
+        rid=f"join-{uuid.uuid4().hex[:8]}",
+        input_ids=rng.integers(vocab_size, size=TOKENS + 1).tolist(),
+        num_prompt_tokens=1,
+        offsets_T1=np.arange(0, ids_TK.size + 1, ATOMS),
+        ids_N=ids_TK.reshape(-1),
+        temperature=temperature,
+        exact=True,
+    )

@@ -17,10 +17,18 @@ from megatron_opd.data.end_tokens import Ending, EndTokens, read_end_tokens
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.megatron_settings import check_megatron
-from megatron_opd.inputs.model_facts import ModelFacts, check_window, read_model
+from megatron_opd.inputs.model_facts import (
+    ModelFacts,
+    RunModels,
+    ServedFacts,
+    check_window,
+    read_model,
+    read_teacher,
+)
 from megatron_opd.inputs.same_tokenizer import check_tokenizer, further_tokens
-from megatron_opd.inputs.tokenizers import has_tokenizer, load_tokenizer
-from megatron_opd.inputs.weights import check_weights, has_weights
+from megatron_opd.inputs.tokenizers import default_end, has_tokenizer, load_tokenizer
+from megatron_opd.inputs.weights import check_weights, has_weights, served_tensors
+from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.shared_ids import num_shared_ids
 from megatron_opd.sizing import learner as planning_learner
 from megatron_opd.sizing import servers as planning_servers
@@ -43,7 +51,7 @@ class CheckedModels:
     template: what the tokenizer renders chats with. notes: what the user should know.
     """
 
-    models: dict[Role, ModelFacts]
+    models: RunModels
     tokenizer: PreTrainedTokenizerBase | None
     absent: tuple[str, ...]
     ends: Mapping[Role, EndTokens]
@@ -53,7 +61,7 @@ class CheckedModels:
     @property
     def student(self) -> ModelFacts:
         """Returns the student's model."""
-        return self.models[STUDENT]
+        return self.models.student
 
 
 def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -> CheckedModels:
@@ -64,24 +72,26 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
     UserError.
     """
     models = read_models(config, teachers=teachers)
-    student = models[STUDENT]
+    student, served = models.student, models.served
     notes = cut_notes(student)
     absent = {
         role: "weights" if has_tokenizer(facts.path) else "weights and tokenizer"
-        for role, facts in models.items()
+        for role, facts in served.items()
         if plan and not has_weights(facts.path)
     }
-    for role, facts in models.items():
+    if STUDENT not in absent:
+        check_weights(student.path, "student.model", student.spec)
+    for role, facts in models.teachers.items():
         if role not in absent:
-            check_weights(facts.path, f"{role}.model", facts.spec, trained=role == STUDENT)
+            served_tensors(facts.path, f"{role}.model", facts.raw)
     tokenizer = None
     ends: dict[Role, EndTokens] = {}
     if STUDENT not in absent or has_tokenizer(student.path):
         tokenizer = load_tokenizer(student.path, "student.model")
         check_cut(student, tokenizer)
-        ends[STUDENT] = ends_of(config, "student.model", student, tokenizer)
-        for role, facts in models.items():
-            if role != STUDENT and (role not in absent or has_tokenizer(facts.path)):
+        ends[STUDENT] = ends_of(config, "student.model", models.student.served, tokenizer)
+        for role, facts in models.teachers.items():
+            if role not in absent or has_tokenizer(facts.path):
                 guard = config.scoring.guard
                 theirs = check_tokenizer(facts.path, f"{role}.model", tokenizer, guard)
                 notes += further_notes(config, f"{role}.model", tokenizer, theirs)
@@ -92,7 +102,7 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
     check_sharding(config, models)
     check_latent(config, models)
     check_memory(config, models)
-    lines = (f"{role}.model {models[role].path}: {what} not here" for role, what in absent.items())
+    lines = (f"{role}.model {served[role].path}: {what} not here" for role, what in absent.items())
     return CheckedModels(models, tokenizer, tuple(lines), ends, notes=tuple(notes))
 
 
@@ -102,7 +112,7 @@ def ending_of(config: Config, models: CheckedModels) -> Ending:
 
 
 def ends_of(
-    config: Config, key: str, facts: ModelFacts, tokenizer: PreTrainedTokenizerBase
+    config: Config, key: str, facts: ServedFacts, tokenizer: PreTrainedTokenizerBase
 ) -> EndTokens:
     """Return what ends a response of a model in this run; `key` names it. Raises UserError."""
     asked = config.rollout.stop_token_ids
@@ -118,7 +128,7 @@ def ends_of(
             facts.raw,
             facts.vocab_size,
             tokenizer,
-            facts.spec.family.end_token,
+            default_end(facts.path),
             asked,
         )
     except ValueError as error:
@@ -149,22 +159,23 @@ def further_notes(
     ]
 
 
-def read_models(config: Config, *, teachers: bool = True) -> dict[Role, ModelFacts]:
-    """Read every role's config.json, the student's first. Raises UserError."""
-    models = {STUDENT: cut_vocabulary(config, read_model(config.student.model, "student.model"))}
-    for role in teacher_roles(config).values() if teachers else ():
-        models[role] = read_model(section_of(config, role).model, f"{role}.model")
-    return models
+def read_models(config: Config, *, teachers: bool = True) -> RunModels:
+    """Read every role's model. Raises UserError."""
+    roles = teacher_roles(config) if teachers else {}
+    return RunModels(
+        cut_vocabulary(config, read_model(config.student.model, "student.model")),
+        {role: read_teacher(config, role) for role in roles.values()},
+    )
 
 
-def check_memory(config: Config, models: Mapping[Role, ModelFacts]) -> None:
+def check_memory(config: Config, models: RunModels) -> None:
     """Check that each GPU can hold what is planned for it. Raises UserError."""
-    longest = longest_sample(config, models[STUDENT])
-    problem = planning_learner.refusal(models[STUDENT].spec, config.learner, longest)
-    for role, facts in models.items():
+    longest = longest_sample(config, models.student)
+    problem = planning_learner.refusal(models.student.spec, config.learner, longest)
+    for role, facts in models.served.items():
         section = section_of(config, role)
         context = section.context_length or facts.context_length
-        problem = problem or planning_servers.refusal(role, facts.spec, section, context)
+        problem = problem or planning_servers.refusal(role, facts.size, section, context)
     if problem is not None:
         raise UserError(problem)
 
@@ -229,10 +240,10 @@ def check_support(config: Config, student: ModelFacts) -> None:
         )
 
 
-def check_context(config: Config, models: Mapping[Role, ModelFacts]) -> None:
+def check_context(config: Config, models: RunModels) -> None:
     """Check that the longest allowed prompt and response fit the context of every model."""
     limits: dict[Role, int] = {}
-    for key, facts in models.items():
+    for key, facts in models.served.items():
         section = section_of(config, key)
         limits[key] = limit = section.context_length or facts.context_length
         if limit > facts.context_length:
@@ -240,7 +251,8 @@ def check_context(config: Config, models: Mapping[Role, ModelFacts]) -> None:
                 f"{key}.context_length must be <= the model's max_position_embeddings "
                 f"{facts.context_length}, got {limit}"
             )
-        check_window(f"{key}.context_length", facts.spec, limit)
+        if key == STUDENT:
+            check_window(f"{key}.context_length", models.student.spec, limit)
         for asking, wanted in (
             ("rollout", config.rollout.max_new_tokens),
             ("evaluation", config.evaluation.max_new_tokens or 0),
@@ -277,22 +289,22 @@ def check_inputs_are_kept(config: Config) -> None:
             raise UserError(f"{key} must lie outside run.dir {config.run.dir}, got {path}")
 
 
-def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
+def check_sharding(config: Config, models: RunModels) -> None:
     """Check that the learner's layout and the servers' tp and ep divide the models evenly."""
     try:
-        models[STUDENT].spec.check_parallel(
+        models.student.spec.check_parallel(
             config.learner.parallel, uneven=config.learner.uneven_stages
         )
     except ValueError as error:
         raise UserError(str(error)) from None
-    check_megatron(models[STUDENT].spec, config.learner)
-    for key, facts in models.items():
-        section, spec = section_of(config, key), facts.spec
+    check_megatron(models.student.spec, config.learner)
+    for key, facts in models.served.items():
+        section, size = section_of(config, key), facts.size
         rules = (
-            ("tp", section.tp, "attention heads", spec.num_heads),
-            ("tp", section.tp, "feed-forward features", spec.ffn_size),
-            ("ep", section.ep, "experts", spec.num_experts),
-            *spec.shared_rules(section.tp),
+            ("tp", section.tp, "attention heads", size.num_heads),
+            ("tp", section.tp, "feed-forward features", size.ffn_size),
+            ("tp", section.tp, "shared experts' features", size.shared_ffn_size),
+            ("ep", section.ep, "experts", size.num_experts),
         )
         for name, degree, what, count in rules:
             if degree > 1 and (count == 0 or count % degree):
@@ -300,16 +312,16 @@ def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
                     f"{key}.{name} must divide the model's {what}, "
                     f"got {name}={degree} and {count} {what}"
                 )
-        heads = spec.num_kv_heads
-        if section.tp > heads and not spec.family.shares_heads:
+        heads, family = size.num_kv_heads, FAMILIES.get(facts.raw.get("model_type", ""))
+        if family is not None and section.tp > heads and not family.shares_heads:
             raise UserError(
                 f"{key}.tp must be <= the model's key-value heads, because SGLang 0.5.23 cannot "
-                f"share one among ranks in a {spec.family.name} model, got tp={section.tp} and "
+                f"share one among ranks in a {family.name} model, got tp={section.tp} and "
                 f"{heads} key-value heads"
             )
-        if section.quantization is not None and spec.family.own_modules:
+        if family is not None and section.quantization is not None and family.own_modules:
             raise UserError(
-                f"{key}.quantization must be null in a {spec.family.name} model, of which SGLang "
+                f"{key}.quantization must be null in a {family.name} model, of which SGLang "
                 f"0.5.23 runs transformers' modules, got {section.quantization}"
             )
         if max(section.tp, heads) % min(section.tp, heads):
@@ -319,10 +331,10 @@ def check_sharding(config: Config, models: Mapping[Role, ModelFacts]) -> None:
             )
 
 
-def check_latent(config: Config, models: Mapping[Role, ModelFacts]) -> None:
+def check_latent(config: Config, models: RunModels) -> None:
     """Check that nothing is asked of latent attention that servers do not have for it."""
-    for key, facts in models.items():
-        if facts.spec.latent is None:
+    for key, facts in models.served.items():
+        if not facts.size.latent_kept:
             continue
         quantised = section_of(config, key).quantization
         if quantised is not None:

@@ -28,6 +28,7 @@ from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.errors import UserError, checked
 from megatron_opd.inputs.disk_space import disk_notes
 from megatron_opd.inputs.kept_data import Begun, Shape
+from megatron_opd.inputs.model_facts import trust_note
 from megatron_opd.inputs.models import CheckedModels, check_models, ending_of, prompt_limit
 from megatron_opd.inputs.notes import notes, sampler_gaps
 from megatron_opd.inputs.prepared import Prepared
@@ -161,12 +162,13 @@ def model_notes(models: CheckedModels) -> list[str]:
     """Return what a user may not expect of each model's rotary settings and unread tensors."""
     found = [
         line
-        for role, model in models.models.items()
-        for line in (
-            unread_note(model.path, f"{role}.model", model.spec),
-            rope_note(f"{role}.model", model.raw),
-            yarn_note(f"{role}.model", model.spec.rope),
-        )
+        for role, model in models.models.served.items()
+        for line in (rope_note(f"{role}.model", model.raw), trust_note(f"{role}.model", model))
+    ]
+    student = models.student
+    found += [
+        unread_note(student.path, "student.model", student.spec),
+        yarn_note("student.model", student.spec.rope),
     ]
     return [line for line in found if line is not None]
 
@@ -318,7 +320,9 @@ def prepare(
         raise ValueError("a run reads the tokenizer and all of data.train")
     return Prepared(
         student=inputs.checked.student,
-        vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.items()},
+        vocab_sizes={
+            role: facts.vocab_size for role, facts in inputs.checked.models.served.items()
+        },
         prompts=checked(lambda: chosen_source(config, train, inputs.state, inputs.shape)),
         train=train,
         heldout={

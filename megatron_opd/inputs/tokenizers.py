@@ -5,6 +5,7 @@ Transformers makes an empty tokenizer of a directory without one; here that is a
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,8 @@ VOCABULARIES = ("tokenizer.json", "vocab.json")
 MOST_ID = 2**24
 """Largest id of a vocabulary. Loading one with an id of 2**31 took the library 22 s of processor
 time; the largest vocabularies in use have a few hundred thousand ids."""
-FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
+SETTINGS = "tokenizer_config.json"
+FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tiktoken.model")
 
 
 def has_tokenizer(path: Path) -> bool:
@@ -41,6 +43,7 @@ def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
     for name in VOCABULARIES:
         if (path / name).is_file():
             _check_ids(key, path / name)
+    _check_code(key, path)
     library = transformers_for_tokenizers()
     config, tokenizers = library.AutoConfig, library.AutoTokenizer
     _checked(f"{key}: transformers refuses {path / 'config.json'}", config, path)
@@ -48,6 +51,28 @@ def load_tokenizer(path: Path, key: str) -> PreTrainedTokenizerBase:
     if not tokenizer.get_vocab():
         raise UserError(f"{key}: the tokenizer in {path} has an empty vocabulary")
     return cut_as_written(tokenizer, path)
+
+
+def _check_code(key: str, path: Path) -> None:
+    """Raise UserError for a tokenizer that only code beside it can load."""
+    try:
+        tree: Any = json.loads((path / SETTINGS).read_bytes())
+        needs = "AutoTokenizer" in tree["auto_map"] and not (path / "tokenizer.json").is_file()
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return  # none, or none that names code
+    if needs:
+        raise UserError(
+            f"{key}: the tokenizer in {path} needs code of its own ({SETTINGS}: auto_map), which "
+            "is never run: convert it once, where you trust that code, to a tokenizer.json "
+            "(transformers' convert_slow_tokenizer, or TikTokenConverter for tiktoken files, then "
+            "save_pretrained of a PreTrainedTokenizerFast)"
+        )
+
+
+def default_end(path: Path) -> Any:
+    """Return the end token that transformers takes for a config.json that names none."""
+    load = transformers_for_tokenizers().AutoConfig.from_pretrained
+    return load(path, local_files_only=True, trust_remote_code=False).eos_token_id
 
 
 def _check_ids(key: str, path: Path) -> None:

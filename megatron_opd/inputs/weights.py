@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from megatron_opd.checkpoint.finite import first_not_finite
 from megatron_opd.checkpoint.hf_files import (
@@ -13,21 +14,17 @@ from megatron_opd.checkpoint.hf_files import (
     StoredTensor,
     check_complete,
     check_dtype,
-    check_shape,
     check_tied,
     find,
     stored_tensors,
     unread_tensors,
 )
 from megatron_opd.errors import UserError
-from megatron_opd.models.families.in_memory import in_memory
 from megatron_opd.models.file_kinds import other_kind
 from megatron_opd.models.spec import ModelSpec, read_config
 from megatron_opd.models.tensors import expected_tensors
 from sglang_bridge.errors import some
 
-PLAIN = ("embed_tokens.weight", "norm.weight", "gate.weight", ".bias")
-"""Ends of names of tensors that quantised checkpoints hold as they are."""
 MODELOPT = "hf_quant_config.json"
 
 
@@ -45,52 +42,47 @@ def check_finite(path: Path, key: str) -> None:
             raise UserError(f"{key}: {path}: tensor {name} holds {found}")
 
 
-def check_weights(path: Path, key: str, spec: ModelSpec, *, trained: bool = False) -> None:
-    """Raise UserError, naming the file or the tensor, when the weights cannot be `spec`'s.
+def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
+    """Raise UserError, naming the file or the tensor, when no learner can take the weights.
 
-    trained: a learner must be able to take them. Only headers are read, but where two copies of
-    something must be equal. A server may be given a quantised checkpoint, whose matrices have names
-    and shapes of their format: of those, each needs tensors of its own, and the others are compared
-    as always. What then is missing of one, the server itself finds when it loads it.
+    Only headers are read, but where two copies of something must be equal.
     """
     try:
         tensors = stored_tensors(path)
-        if trained:
-            for name in expected_tensors(spec):
-                stored = find(tensors, name)
-                if stored is not None:
-                    check_dtype(stored, path, name)
-            if is_quantised(path):
-                raise ValueError(
-                    f"{path} is described as quantised, which no learner takes: give the "
-                    "checkpoint that it was made from"
-                )
-        if trained or not is_quantised(path):
-            check_complete(tensors, spec, path)
-            _check_unscaled(tensors, spec, path)
-            return
-        check_tied(tensors, spec, path)
-        owners = {each.rpartition(".")[0] for each in tensors} | tensors.keys()
-        for name, shape in expected_tensors(spec).items():
+        for name in expected_tensors(spec):
             stored = find(tensors, name)
-            if stored is None and not _is_held(owners, name):
-                raise ValueError(f"{path} lacks the tensor {name}")
-            if stored is not None and name.endswith(PLAIN):
-                check_shape(stored, shape, path, name)
+            if stored is not None:
+                check_dtype(stored, path, name)
+        if is_quantised(path):
+            raise ValueError(
+                f"{path} is described as quantised, which no learner takes: give the checkpoint "
+                "that it was made from"
+            )
+        check_complete(tensors, spec, path)
     except ValueError as error:
         raise UserError(f"{key}: {error}") from None
 
 
-def _check_unscaled(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: Path) -> None:
-    """Raise ValueError for numbers that mean something only with scales, which are not there."""
-    for name in expected_tensors(spec):
-        stored = find(tensors, name)
-        if stored is not None and stored.dtype not in (*ITEM_BYTES, "F64"):
+def served_tensors(path: Path, key: str, raw: Mapping[str, Any]) -> dict[str, StoredTensor]:
+    """Return what a server would load, whatever the tensors are called. raw: its config.json.
+
+    Whether they are those of the model, the server itself finds. Raises UserError: files that are
+    missing or cut short, numbers without the scales that they need, a tied head of its own.
+    """
+    try:
+        tensors = stored_tensors(path)
+        check_tied(tensors, path, tied=raw.get("tie_word_embeddings") is True)
+        coded = (name for name, each in tensors.items() if each.dtype not in (*ITEM_BYTES, "F64"))
+        name = None if is_quantised(path) else next(coded, None)
+        if name is not None:
             raise ValueError(
-                f"{path}: tensor {name} is quantised ({stored.dtype}) and config.json has no "
-                "quantization_config to say how: give the whole checkpoint, or the one that it "
+                f"{path}: tensor {name} is quantised ({tensors[name].dtype}) and config.json has "
+                "no quantization_config to say how: give the whole checkpoint, or the one that it "
                 "was made from"
             )
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from None
+    return tensors
 
 
 def unread_note(path: Path, key: str, spec: ModelSpec) -> str | None:
@@ -108,12 +100,3 @@ def is_quantised(path: Path) -> bool:
     config = read_config(path / "config.json")
     described = any(config.get(key) for key in ("quantization_config", "compression_config"))
     return described or (path / MODELOPT).is_file()
-
-
-def _is_held(owners: Set[str], name: str) -> bool:
-    """Return whether a matrix is there under other last names. owners: all names without those."""
-    if not name.endswith(".weight"):
-        return False
-    other = in_memory(name)
-    fused = other is not None and other.name in owners
-    return name.removesuffix(".weight") in owners or fused

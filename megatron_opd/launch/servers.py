@@ -9,8 +9,8 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.extra_args import check_extra_args, check_stops
-from megatron_opd.inputs.model_facts import read_model
-from megatron_opd.inputs.weights import check_weights
+from megatron_opd.inputs.model_facts import read_model, read_teacher
+from megatron_opd.inputs.weights import check_weights, served_tensors
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.launch.placement import UNPLACED, Placement
 from megatron_opd.launch.placing import gpus_of_server
@@ -104,7 +104,10 @@ def server_spec(config: Config, role: Role, index: int) -> ServerSpec:
     """Return server `index` of a role on its configured port and GPUs. Raises UserError."""
     section = section_of(config, role)
     key = f"{role}.model"
-    check_weights(section.model, key, read_model(section.model, key).spec, trained=role == STUDENT)
+    if role == STUDENT:
+        check_weights(section.model, key, read_model(section.model, key).spec)
+    else:
+        served_tensors(section.model, key, read_teacher(config, role).raw)
     port = section.base_port + index
     require_free(section.host, port, f"{role}.base_port")
     gpus = gpus_of_server(config, role, index)

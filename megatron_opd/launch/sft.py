@@ -60,7 +60,7 @@ def run_sft(config: SftConfig) -> int:
         raise UserError(f"output must be a new or empty directory, got {config.output}")
     spec = checked(lambda: read_model_spec(config.init))
     if has_weights(config.init):
-        check_weights(config.init, "init", spec, trained=True)
+        check_weights(config.init, "init", spec)
     checked(lambda: spec.check_parallel(parallel, uneven=config.learner.uneven_stages))
     check_megatron(spec, config.learner)
     for note in checked_pairs(config, spec):

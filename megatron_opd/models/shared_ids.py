@@ -6,8 +6,10 @@ teacher cannot score, is given probability 0 by the student's servers and by the
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron_opd.config.schema import Config
-from megatron_opd.models.spec import read_model_spec
+from megatron_opd.models.spec import read_config, read_model_spec
 
 
 def num_shared_ids(config: Config) -> int | None:
@@ -24,7 +26,9 @@ def num_shared_ids(config: Config) -> int | None:
     least = rows
     for section in config.all_teachers.values():
         try:
-            least = min(least, read_model_spec(section.model).vocab_size)
+            theirs: Any = read_config(section.model / "config.json").get("vocab_size")
         except ValueError:
             continue
+        if type(theirs) is int and theirs > 0:
+            least = min(least, theirs)
     return least if least < rows else None

@@ -18,9 +18,9 @@ from megatron_opd.config.simulation import Gpu
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.sim.costs import Costs, EngineCost, LearnerCost, ScoreCost, SyncCost
 from megatron_opd.sim.exchanges import bubble_factor, exchange_seconds
-from megatron_opd.sizing.flops import active_layer_elements
 from megatron_opd.sizing.parameters import model_parameters
 from megatron_opd.sizing.recompute import recomputed_elements
+from megatron_opd.sizing.served import Sized, size_of
 from megatron_opd.sizing.servers import server_memory
 from megatron_opd.sizing.settings import Settings
 from megatron_opd.weight_sync.sizes import SyncSizes, sync_sizes
@@ -76,7 +76,7 @@ NETWORK_S = 2e-4
 
 
 def default_costs(
-    config: Config, student: ModelSpec, teachers: dict[str, ModelSpec], gpu: Gpu
+    config: Config, student: ModelSpec, teachers: dict[str, Sized], gpu: Gpu
 ) -> Costs:
     """Predict the costs of a run on one kind of GPU. teachers: by name.
 
@@ -87,7 +87,7 @@ def default_costs(
     return Costs(
         engine=engine_cost(student, config.student, hardware),
         teachers={
-            name: score_cost(spec, sections[name], hardware) for name, spec in teachers.items()
+            name: score_cost(model, sections[name], hardware) for name, model in teachers.items()
         },
         learner=learner_cost(student, config, hardware),
         sync=sync_cost(student, config, hardware),
@@ -95,9 +95,10 @@ def default_costs(
     )
 
 
-def forward_token_flops(spec: ModelSpec) -> float:
+def forward_token_flops(model: Sized) -> float:
     """Count the FLOPs of a forward pass for one token, its head included and attention not."""
-    return 2.0 * (active_layer_elements(spec) + spec.hidden_size * spec.vocab_size)
+    size = size_of(model)
+    return 2.0 * (size.active_layer_elements + size.hidden_size * size.vocab_size)
 
 
 def engine_cost(spec: ModelSpec, section: ServerConfig, hardware: Hardware) -> EngineCost:
@@ -120,12 +121,12 @@ def engine_cost(spec: ModelSpec, section: ServerConfig, hardware: Hardware) -> E
     )
 
 
-def score_cost(spec: ModelSpec, section: ServerConfig, hardware: Hardware) -> ScoreCost:
+def score_cost(model: Sized, section: ServerConfig, hardware: Hardware) -> ScoreCost:
     """Predict a teacher server's costs."""
     peak = section.tp * hardware.tflops * 1e12
     return ScoreCost(
         request_s=REQUEST_S,
-        token_s=forward_token_flops(spec) / (peak * PREFILL_MFU),
+        token_s=forward_token_flops(model) / (peak * PREFILL_MFU),
         max_running=section.max_running_requests,
     )
 

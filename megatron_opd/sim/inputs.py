@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_opd.config.roles import STUDENT, teacher_roles
+from megatron_opd.config.roles import teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.config.simulation import DEFAULT_GPU
 from megatron_opd.errors import checked
@@ -13,6 +13,7 @@ from megatron_opd.sim.costs import Costs, Lengths, read_costs
 from megatron_opd.sim.hardware import default_costs
 from megatron_opd.sim.recording import read_recording
 from megatron_opd.sim.world import drawn_lengths
+from megatron_opd.sizing.served import Sized
 
 
 def costs_of(config: Config, costs_file: Path | None = None) -> Costs:
@@ -21,9 +22,11 @@ def costs_of(config: Config, costs_file: Path | None = None) -> Costs:
     if path is not None:
         return checked(lambda: read_costs(path))
     models = read_models(config)
-    teachers = {name: models[role].spec for name, role in teacher_roles(config).items()}
+    teachers: dict[str, Sized] = {
+        name: models.teachers[role].size for name, role in teacher_roles(config).items()
+    }
     gpu = config.simulation.gpu or DEFAULT_GPU
-    return checked(lambda: default_costs(config, models[STUDENT].spec, teachers, gpu))
+    return checked(lambda: default_costs(config, models.student.spec, teachers, gpu))
 
 
 def lengths_of(config: Config) -> Lengths:

@@ -160,9 +160,9 @@ async def bring_up(ready: SiteReady, closers: AsyncExitStack) -> SiteUp:
 
 def _served_model(site: SiteInput, role: Role) -> ServedModel:
     """Return what a role's servers must serve."""
-    model = site.models.models[role]
-    trained = model.spec if role == STUDENT else None
-    return ServedModel(model.vocab_size, site.models.ends[role], trained)
+    models = site.models.models
+    trained = models.student.spec if role == STUDENT else None
+    return ServedModel(models.served[role].vocab_size, site.models.ends[role], trained)
 
 
 async def until_farewell(up: SiteUp) -> str | None:

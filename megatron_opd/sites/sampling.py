@@ -152,7 +152,7 @@ class SiteSampling:
             slots=config.rollout.concurrency,
             score_slots=config.scoring.concurrency,
             vocab_sizes={
-                teacher: models.models[role].vocab_size
+                teacher: models.models.served[role].vocab_size
                 for teacher, role in teacher_roles(config).items()
                 if scores
             },

@@ -21,10 +21,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.models.tensors import layer_rows, row_shapes
+from megatron_opd.sizing.served import size_of
 
 # Dense bfloat16 TFLOP/s by the name that torch.cuda.get_device_name gives: NVIDIA's data sheets,
 # which for Hopper state twice as much "with sparsity".
@@ -69,23 +68,13 @@ def _pairs(length: int, window: int) -> int:
     return full * (full + 1) // 2 + (length - full) * full
 
 
-def active_layer_elements(spec: ModelSpec) -> int:
-    """Count N: elements of all layers' matrices that one position is multiplied with."""
-    total = 0
-    for layer in range(spec.num_layers):
-        for _, row in layer_rows(spec, layer):
-            each = sum(prod(shape) for shape in row_shapes(spec, row) if len(shape) == 2)
-            total += each * (spec.experts_per_token if row.expert else 1)
-    return total
-
-
 def forward_flops(spec: ModelSpec, work: Work) -> int:
     """Count the model FLOPs of one forward pass."""
     windowed = sum(spec.windowed)
     pairs = (spec.num_layers - windowed) * work.pairs + windowed * work.windowed_pairs
     head = 2 * spec.hidden_size * spec.vocab_size
     return (
-        2 * work.positions * active_layer_elements(spec)
+        2 * work.positions * size_of(spec).active_layer_elements
         + 2 * spec.num_heads * spec.pair_features * pairs
         + head * work.scored
     )

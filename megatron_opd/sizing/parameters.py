@@ -40,14 +40,6 @@ def model_parameters(spec: ModelSpec) -> Parameters:
     return _sum(spec, ParallelConfig(), range(spec.num_layers), first=True, last=True)
 
 
-def active_parameters(spec: ModelSpec) -> int:
-    """Count those that one token's forward pass uses: the chosen experts and everything dense."""
-    whole = model_parameters(spec)
-    if not spec.num_experts:
-        return whole.total
-    return whole.dense + whole.expert * spec.experts_per_token // spec.num_experts
-
-
 def rank_parameters(
     spec: ModelSpec, parallel: ParallelConfig, stage: int, chunks: Sequence[range]
 ) -> Parameters:

@@ -15,7 +15,8 @@ from math import prod
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import layer_rows, row_shapes
 from megatron_opd.sizing.activations import Shapes, boundary_bytes, feed_forward_bytes, layer_bytes
-from megatron_opd.sizing.flops import Work, active_layer_elements
+from megatron_opd.sizing.flops import Work
+from megatron_opd.sizing.served import size_of
 from megatron_opd.sizing.settings import Settings
 
 
@@ -32,7 +33,7 @@ def kept_bytes(shapes: Shapes, layer: int, settings: Settings) -> float:
 def recomputed_elements(spec: ModelSpec, settings: Settings) -> int:
     """Count elements of matrices that each position is multiplied with once more."""
     if settings.recompute == "full":
-        return active_layer_elements(spec)
+        return size_of(spec).active_layer_elements
     total = 0
     for layer in range(spec.num_layers):
         if not _computed_again(spec, layer, settings):

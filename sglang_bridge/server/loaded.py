@@ -6,6 +6,9 @@ what still holds it afterwards was not loaded: a whole tensor, one of those that
 parameter, an expert of a stack. Whatever wrote an element counts, so this holds for every model.
 Parameters that quantisation may leave as they were made (a scale of 1) are put back.
 
+Nor does SGLang look at what a checkpoint holds besides: a bias that its model lacks, a layer too
+many. Such a tensor of the language model's own makes it another one, and is refused.
+
 Buffers are computed from the configuration and not looked at.
 """
 
@@ -48,6 +51,12 @@ BLOCK = 1 << 26
 """Elements that are compared at once, with a byte of memory for each."""
 MAY_STAY = ("scale", "zero", "offset", "amax")
 """Parts of names of parameters that quantised checkpoints may leave out: a constant stands in."""
+MODEL_PREFIXES, HEAD = ("model.", "lm_head."), "lm_head.weight"
+"""Starts of the names of a language model's own tensors, and the one that may be tied."""
+OTHER_PARTS = frozenset(
+    {"mtp", "mtp_block", "visual", "vision_tower", "vision_model", "multi_modal_projector"}
+)
+"""Modules of published models that no text goes through: further predictions, other media."""
 HARMLESS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """Ends of names of tensors that follow from config.json, and that no model reads."""
 
@@ -71,7 +80,7 @@ def around_load_model(original: Callable[..., Any], loader: Any, *args: Any, **k
 def around_load_weights(
     original: Callable[..., None], model: Any, weights: Iterable[Any], *args: Any, **kwargs: Any
 ) -> None:
-    """Loads a model for the first time and raises Incomplete, on every rank, if it is not whole.
+    """Loads a model for the first time and raises Incomplete, on every rank, if it is another.
 
     A model that drafts takes some parameters from the one it drafts for, and cannot change what is
     sampled.
@@ -98,8 +107,32 @@ def around_load_weights(
     if names:
         refuse(f"lacks {some(names)}, which a model of its config.json has")
     unread = tuple(sorted(set.intersection(*(set(each[2]) for each in found))))
-    if unread:
-        logger.warning("the model leaves unread %s", some(unread))
+    if not unread:
+        return
+    if foreign := [name for name in unread if _is_foreign(name, model)]:
+        refuse(
+            f"holds {some(foreign)}, which nothing reads: SGLang's {type(model).__name__} is not "
+            "what config.json or the checkpoint describes"
+        )
+    logger.warning("the model leaves unread %s", some(unread))
+
+
+def _is_foreign(name: str, model: Any) -> bool:
+    """Return whether a tensor that was left unread makes the checkpoint another model.
+
+    Not so: heads of other tasks, a tied head, layers that predict further tokens, towers of other
+    media, and what a quantised checkpoint may hold besides.
+    """
+    config, parts = model.config, name.split(".")
+    if not name.startswith(MODEL_PREFIXES) or getattr(model, "quant_config", None) is not None:
+        return False
+    if name == HEAD and getattr(config, "tie_word_embeddings", False):
+        return False
+    further = getattr(config, "num_nextn_predict_layers", None) or 0
+    last = getattr(config, "num_hidden_layers", 0) + further
+    numbers = [int(part) for part in parts if part.isdecimal()]
+    predicts = bool(numbers) and last - further <= numbers[0] < last
+    return not (predicts or OTHER_PARTS.intersection(parts))
 
 
 def refuse(what: str) -> None:

@@ -5,8 +5,6 @@ It validates what can be validated without starting anything, then prints the pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -30,7 +28,7 @@ from megatron_opd.config.wording import listed
 from megatron_opd.data.unread_columns import unread_columns
 from megatron_opd.errors import checked
 from megatron_opd.inputs.extra_args import check_extra_args, check_stops
-from megatron_opd.inputs.model_facts import ModelFacts
+from megatron_opd.inputs.model_facts import RunModels
 from megatron_opd.inputs.models import check_inputs_are_kept, prompt_limit
 from megatron_opd.inputs.prepare import Inputs, prompt_rules, read_inputs
 from megatron_opd.inputs.prompts import key_of_set
@@ -51,22 +49,19 @@ FIRST_ROWS = 64
 LINK_GBS = 50.0
 
 
-def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[str, str]]:
-    """Return the (what, value) lines of the plan, in the order of the data flow.
-
-    models: the facts of each role's model.
-    """
+def plan_rows(config: Config, models: RunModels) -> list[tuple[str, str]]:
+    """Return the (what, value) lines of the plan, in the order of the data flow."""
     parallel, buffer, rollout = config.learner.parallel, config.buffer, config.rollout
     group = f"{rollout.group_size} responses per prompt, " if rollout.group_size > 1 else ""
     return [
         *(
             (role, f"{facts.architecture}, vocabulary {facts.vocab_size}, {facts.path}")
-            for role, facts in models.items()
+            for role, facts in models.served.items()
         ),
         (
             "rollout",
             f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, "
-            f"{group}<= {prompt_limit(config, models[STUDENT])} prompt + "
+            f"{group}<= {prompt_limit(config, models.student)} prompt + "
             f"{rollout.max_new_tokens} new tokens",
         ),
         *schedule_rows(config),
@@ -79,14 +74,14 @@ def plan_rows(config: Config, models: Mapping[Role, ModelFacts]) -> list[tuple[s
             f"{config.learner.dtype}",
         ),
         *routing_row(config),
-        *kernel_rows(config, moe=models[STUDENT].spec.is_moe),
+        *kernel_rows(config, moe=models.student.spec.is_moe),
         (
             "updates",
             f"{config.run.max_steps} of {buffer.batch_size} samples in "
             f"{config.learner.num_mini_batches} mini-batches, "
             f"micro-batches of <= {config.learner.max_tokens_per_microbatch} tokens",
         ),
-        *((f"{role} servers", server_row(config, role)) for role in models),
+        *((f"{role} servers", server_row(config, role)) for role in models.served),
         *site_rows(config),
         *drop_rows(config),
         ("open files", open_files_row(config)),
@@ -263,17 +258,17 @@ def check(
     models = inputs.checked.models
     if not inputs.absent:  # otherwise the plan is for another machine
         check_place(config.run.dir)
-    for role in models:
+    for role in models.served:
         check_extra_args(section_of(config, role), role)
     check_stops(config)
     if data:
-        for role, facts in models.items():
+        for role, facts in models.served.items():
             if has_weights(facts.path):
                 check_finite(facts.path, f"{role}.model")
     gpus = placement_table(config, models, elsewhere=bool(inputs.absent))
     rows = [
         *plan_rows(config, models),
-        *data_rows(config, inputs, prompt_limit(config, models[STUDENT])),
+        *data_rows(config, inputs, prompt_limit(config, models.student)),
         *first_prompt_row(inputs),
         *unread_rows(config, inputs),
         *(("note", line) for line in inputs.notes),
@@ -290,7 +285,7 @@ def check(
         # a path or a value of the user's may hold brackets, which are not markup
         table.add_row(f"[bold]{what}[/bold]", escape(value))
     console.print(table)
-    spec = models[STUDENT].spec
+    spec = models.student.spec
     syncs = checked(lambda: list(sync_tables(config, spec, link_gbs)))
     for each in (*memory_tables(config, models), gpus, *syncs):
         console.print()

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from typing import get_args
 
 from rich.table import Table
 
 from megatron_opd.config.recompute import Recompute, unrefined
-from megatron_opd.config.roles import STUDENT, Role, section_of
+from megatron_opd.config.roles import section_of
 from megatron_opd.config.schema import Config
-from megatron_opd.inputs.model_facts import ModelFacts
+from megatron_opd.inputs.model_facts import ModelFacts, RunModels
 from megatron_opd.inputs.models import longest_sample, prompt_limit
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.output import byte_text, count_text, new_table
@@ -28,7 +28,6 @@ from megatron_opd.sizing.learner import (
     usable_bytes,
     worst_stage,
 )
-from megatron_opd.sizing.parameters import active_parameters, model_parameters
 from megatron_opd.sizing.recompute import recomputed_flops
 from megatron_opd.sizing.servers import server_memory
 from megatron_opd.sizing.settings import Settings, unread
@@ -39,16 +38,16 @@ MOST_STAGES = 8
 HEADS = {"gradients": "grads", "activations": "activ."}
 
 
-def memory_tables(config: Config, models: Mapping[Role, ModelFacts]) -> Iterator[Table]:
+def memory_tables(config: Config, models: RunModels) -> Iterator[Table]:
     """Yield the tables in the order in which they are printed."""
-    student = models[STUDENT]
+    student = models.student
     yield _models(models)
     yield _learner(config, student)
     yield _recomputation(config, student)
     groups = rank_groups(config.learner.parallel, student.spec.is_moe)
     if groups:
         yield _groups(groups)
-    yield _step(config, models)
+    yield _step(config, student)
     yield _servers(config, models)
     if config.schedule.time_shared and not config.student.urls:
         yield _turns(config, student)
@@ -62,16 +61,16 @@ def kernels_here(config: Config) -> TransformerImpl:
     return "transformer_engine" if engine else "local"
 
 
-def _models(models: Mapping[Role, ModelFacts]) -> Table:
+def _models(models: RunModels) -> Table:
     table = new_table("parameters", ("model", "total", "used by a token", "experts", "in bfloat16"))
-    for role, facts in models.items():
-        total = model_parameters(facts.spec)
+    for role, facts in models.served.items():
+        size = facts.size
         table.add_row(
             role,
-            count_text(total.total),
-            count_text(active_parameters(facts.spec)),
-            f"{total.expert / total.total:.1%}",
-            byte_text(total.total * 2),
+            count_text(size.parameters),
+            count_text(size.active_parameters),
+            f"{size.expert_parameters / size.parameters:.1%}",
+            byte_text(size.parameters * 2),
         )
     return table
 
@@ -163,9 +162,9 @@ def _ranks(members: Sequence[int]) -> str:
     return f"{members[0]} {members[1]} .. {members[-1]}"
 
 
-def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
+def _step(config: Config, student: ModelFacts) -> Table:
     """Return what one optimizer step reads and what one weight sync sends."""
-    student, learner = models[STUDENT], config.learner
+    learner = config.learner
     longest = longest_sample(config, student)
     samples = config.buffer.batch_size // learner.num_mini_batches
     work = Work.of(
@@ -183,12 +182,12 @@ def _step(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
     return table
 
 
-def _servers(config: Config, models: Mapping[Role, ModelFacts]) -> Table:
+def _servers(config: Config, models: RunModels) -> Table:
     columns = ("servers", "GPUs", "weights", "KV per token", "KV tokens", "KV pool", "limit")
     table = new_table("server memory per GPU", columns)
-    for role, facts in models.items():
+    for role, facts in models.served.items():
         section = section_of(config, role)
-        memory = server_memory(facts.spec, section)
+        memory = server_memory(facts.size, section)
         count = len(section.urls) or section.servers
         stated = section.gpu_memory_gib
         tokens = memory.kv_tokens

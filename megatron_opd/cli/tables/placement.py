@@ -10,10 +10,10 @@ from rich.table import Table
 from megatron_opd.cli.tables.memory import kernels_here
 from megatron_opd.cli.tables.nodes import Memory, node_table
 from megatron_opd.config.cluster import LAUNCHED
-from megatron_opd.config.roles import STUDENT, Role, section_of
+from megatron_opd.config.roles import section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import checked
-from megatron_opd.inputs.model_facts import ModelFacts
+from megatron_opd.inputs.model_facts import RunModels
 from megatron_opd.inputs.models import longest_sample
 from megatron_opd.launch.gpus import gpus_here
 from megatron_opd.launch.parts import LEARNER, gpus_needed
@@ -28,15 +28,15 @@ MOST_ROWS = 32
 Process = tuple[str, int]  # section and index
 
 
-def placement_table(config: Config, models: Mapping[Role, ModelFacts], *, elsewhere: bool) -> Table:
+def placement_table(config: Config, models: RunModels, *, elsewhere: bool) -> Table:
     """Return the map of the processes that `opd run` starts. Raises UserError.
 
     elsewhere: the plan is for another machine, which may have more GPUs than this one. Where this
     one has none, the map is of a node with exactly as many as are needed.
     """
     if config.cluster.type in LAUNCHED:
-        return node_table(config, tuple(models), _memory(config, models))
-    parts, names = parts_of(config, tuple(models)), gpus_here()
+        return node_table(config, tuple(models.served), _memory(config, models))
+    parts, names = parts_of(config, tuple(models.served)), gpus_here()
     turns, share = in_turn(config), config.cluster.share_gpus
     needed = gpus_needed(parts, turns)
     here = bool(names) and not (elsewhere and needed > len(names))
@@ -95,25 +95,23 @@ def _name(key: str, index: int, placement: Placement) -> str:
     return f"{key}{ranks}" if key == LEARNER else f"{key} server {index}{ranks}"
 
 
-def _kept(
-    config: Config, models: Mapping[Role, ModelFacts], turns: Sequence[str]
-) -> dict[str, int]:
+def _kept(config: Config, models: RunModels, turns: Sequence[str]) -> dict[str, int]:
     """Return how much the other parts that work in turn keep while each of them works."""
     weights = _worst(config, models).weights
     return {key: 0 if key == LEARNER else weights for key in turns}
 
 
-def _worst(config: Config, models: Mapping[Role, ModelFacts]) -> StageMemory:
-    student = models[STUDENT]
+def _worst(config: Config, models: RunModels) -> StageMemory:
+    student = models.student
     longest, kernels = longest_sample(config, student), kernels_here(config)
     return worst_stage(learner_memory(student.spec, config.learner, longest, kernels))
 
 
-def _memory(config: Config, models: Mapping[Role, ModelFacts]) -> Memory:
+def _memory(config: Config, models: RunModels) -> Memory:
     """Return what the plan says that a process takes of each of its GPUs."""
     found = {LEARNER: (_worst(config, models).total, True)}
-    for role, facts in models.items():
-        planned = server_memory(facts.spec, section_of(config, role))
+    for role, facts in models.served.items():
+        planned = server_memory(facts.size, section_of(config, role))
         cache = (planned.kv_tokens or 0) * planned.kv_token_bytes
         found[role] = (planned.weights + cache, planned.kv_tokens is not None)
     return found

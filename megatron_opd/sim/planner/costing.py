@@ -30,6 +30,7 @@ from megatron_opd.sim.planner.candidates import (
 from megatron_opd.sim.planner.demand import Demand
 from megatron_opd.sim.planner.space import Losers, Pins, layouts, learners, schedules, servers
 from megatron_opd.sizing.learner import learner_memory, worst_stage
+from megatron_opd.sizing.served import ModelSize, Sized
 from megatron_opd.sizing.servers import server_memory
 
 
@@ -47,7 +48,7 @@ class PlanTask:
 
     config: Config
     student: ModelSpec
-    teacher: tuple[str, ModelSpec] | None
+    teacher: tuple[str, ModelSize] | None
     hardware: Hardware
     gpus: int
     node: int
@@ -158,12 +159,12 @@ def _kept_scorers(task: PlanTask) -> int | None:
     return teacher.servers
 
 
-def _sizes(task: PlanTask, key: str, spec: ModelSpec, losers: Losers) -> list[ServerConfig]:
+def _sizes(task: PlanTask, key: str, model: Sized, losers: Losers) -> list[ServerConfig]:
     section = task.config.student if key == "student" else task.config.teacher
     assert section is not None, "a run with a teacher has its section"
     node = min(task.node, task.gpus)
     found = servers(
-        key, section, spec, task.pins, task.memory_gib, task.contexts[key], node, losers
+        key, section, model, task.pins, task.memory_gib, task.contexts[key], node, losers
     )
     if found:
         return found

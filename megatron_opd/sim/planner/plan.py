@@ -64,21 +64,21 @@ def task_of(config: Config, gpus: int, gpu: Gpu, staleness: int | None, pins: Pi
     if limit < 0:
         raise UserError(f"--staleness must be >= 0, got {limit}")
     models = read_models(config)
-    check_support(config, models[STUDENT])
+    check_support(config, models.student)
     check_context(config, models)
-    teacher = next(((name, models[role].spec) for name, role in roles.items()), None)
+    teacher = next(((name, models.teachers[role].size) for name, role in roles.items()), None)
     return PlanTask(
         config=config,
-        student=models[STUDENT].spec,
+        student=models.student.spec,
         teacher=teacher,
         hardware=CATALOGUE[gpu],
         gpus=gpus,
         node=node,
         staleness=limit,
-        longest=longest_sample(config, models[STUDENT]),
+        longest=longest_sample(config, models.student),
         contexts={
             role: section_of(config, role).context_length or facts.context_length
-            for role, facts in models.items()
+            for role, facts in models.served.items()
         },
         pins=pins,
     )

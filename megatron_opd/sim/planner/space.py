@@ -22,6 +22,7 @@ from megatron_opd.models.spec import ModelSpec
 from megatron_opd.sim.planner.candidates import LearnerSize, ScheduleChoice
 from megatron_opd.sizing.layout import stage_layers
 from megatron_opd.sizing.learner import GIB, learner_memory, usable_bytes, worst_stage
+from megatron_opd.sizing.served import Sized, size_of
 from megatron_opd.sizing.servers import refusal, server_memory
 
 LARGEST_CP, LARGEST_EP = 8, 64
@@ -158,7 +159,7 @@ def learners(
 def servers(
     key: str,
     section: ServerConfig,
-    spec: ModelSpec,
+    model: Sized,
     pins: Pins,
     memory_gib: float,
     context: int,
@@ -171,15 +172,16 @@ def servers(
     tp and the configuration's own.
     """
     found: list[ServerConfig] = []
+    size = size_of(model)
     for tp in pins.of(f"{key}.tp", section.tp, powers(node)):
-        heads = spec.num_kv_heads
-        if spec.num_heads % tp or spec.ffn_size % tp or max(tp, heads) % min(tp, heads):
+        heads = size.num_kv_heads
+        if size.num_heads % tp or size.ffn_size % tp or max(tp, heads) % min(tp, heads):
             continue
         ep = math.gcd(section.ep, tp)
         change = {"tp": tp, "ep": ep, "gpus": None, "gpu_memory_gib": memory_gib}
         sized = section.model_copy(update=change)
-        if refusal(key, spec, sized, context) is not None:
-            memory = server_memory(spec, sized)
+        if refusal(key, size, sized, context) is not None:
+            memory = server_memory(size, sized)
             needed = memory.weights + memory.kv_token_bytes * context
             limit = memory_gib * sized.mem_fraction_static
             losers.add(

@@ -39,7 +39,7 @@ def test_padding_rows_of_a_teacher_are_allowed(tmp_path: Path, config: dict[str,
     """Before: student.model and teacher.model must have the same vocab_size, got 512 and 544."""
     tree = with_teacher(tmp_path, config, 544)
     assert call(tmp_path, tree, verb="check") == 0
-    models = check_models(Config.model_validate(tree)).models
+    models = check_models(Config.model_validate(tree)).models.served
     assert {role: facts.vocab_size for role, facts in models.items()} == {
         "student": 512,
         "teacher": 544,
@@ -108,8 +108,10 @@ def test_dense_layers_of_a_mixture_are_refused_for_they_would_be_served_wrong(
     """Before: SGLang served them with experts that no checkpoint had filled."""
     config[role]["model"] = str(tiny_qwen3_moe(tmp_path / "mixed", **fields))
     capsys.readouterr()  # of writing the model
-    dense = 1 if "mlp_only_layers" in fields else 0
+    dense, (key,) = 1 if "mlp_only_layers" in fields else 0, fields
     words = [f"{role}.model must have experts in every layer", f"layer {dense} of config.json"]
+    if role == "teacher":
+        words = ["teacher.model: ", f"config.json: {key} must be null or "]
     for verb in ("check", "run"):
         refused(capsys, call(tmp_path, config, verb=verb), *words)
 

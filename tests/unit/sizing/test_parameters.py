@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.sizing.parameters import active_parameters, model_parameters
+from megatron_opd.sizing.parameters import model_parameters
+from megatron_opd.sizing.served import size_of
 from tests.support.published import spec_of
 
 
@@ -22,7 +23,8 @@ from tests.support.published import spec_of
 def test_published_sizes(name: str, total: float, active: float):
     spec = spec_of(name)
     assert model_parameters(spec).total == pytest.approx(total, rel=0.01)
-    assert active_parameters(spec) == pytest.approx(active, rel=0.02)  # published with two digits
+    # published with two digits
+    assert size_of(spec).active_parameters == pytest.approx(active, rel=0.02)
 
 
 FAMILIES: dict[str, tuple[dict[str, Any], int]] = {

@@ -1,0 +1,37 @@
+"""Teachers of other families than a student's, against transformers; all of them:
+`python -m checks families`."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import running, tiny_spec
+from tests.support.families import SERVED, make
+from tests.support.family_errors import ARGUMENTS, ask, errors, seen
+from tests.support.figures import bounded
+from tests.support.oracles import load_reference
+
+pytestmark = pytest.mark.e2e
+
+KINDS = (
+    "Mistral, yarn",
+    "Phi-4-mini",
+    "OLMo 3",
+    "SmolLM3",
+    "Granite 3 MoE",
+    "GLM-4.5, GLM-4.6",
+    "Gemma 3 text",
+)
+"""Fused tensors, part-rotary heads, windows, multipliers, experts, a class of transformers."""
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_teacher_scores_and_samples_as_transformers_does(name: str, tmp_path: Path):
+    """Prefill whole and in chunks, cached prefixes, decode; and each tensor has its say."""
+    path = make(SERVED[name], tmp_path / "model")
+    with running(tiny_spec(path, "teacher", extra_args=ARGUMENTS), tmp_path / "log") as server:
+        answers = ask(server.spec.url)
+    model = load_reference(path)
+    for kind, nats in errors(answers, model).items():
+        bounded("teachers of other families against transformers (nats)", nats, 2e-5, kind)
+    assert min(seen(answers, model).values()) > 1e-4

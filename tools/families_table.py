@@ -1,0 +1,88 @@
+"""Tables of docs/families.md: the record of `python -m checks families`, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from megatron_opd.inputs.served_rules import MEASURED, UNSERVED
+from megatron_opd.models.families import FAMILIES
+from tools.findings_table import Records
+
+WAYS = ("prefill", "chunked prefill", "cached prefix", "decode")
+
+
+def served_families(records: Records) -> str:
+    """A row for each family: its errors by how they were computed, and the least change seen."""
+    heads = ["family", "architecture", *WAYS, "a changed tensor shows"]
+    rows = [
+        [
+            row["name"],
+            f"`{row['architecture']}`",
+            *(_nats(row["errors"][way]) for way in WAYS),
+            _nats(row["least_seen_nats"]),
+        ]
+        for row in records("families")["served"]
+    ]
+    return _table(heads, rows)
+
+
+def limited_families(records: Records) -> str:
+    """A row for each family whose window or longrope SGLang does not compute."""
+    heads = ["family", "architecture", "beyond", "within"]
+    rows = [
+        [row["name"], f"`{row['architecture']}`", *(_nats(row[f"nats_{k}"]) for k in heads[2:])]
+        for row in records("families")["limited"]
+    ]
+    return _table(heads, rows)
+
+
+def misserved_families(records: Records) -> str:
+    """A row for each setting that SGLang serves as another model, and what refuses it."""
+    rows = [
+        [
+            row["name"],
+            "its server does not start" if row["nats"] is None else _nats(row["nats"]),
+            row["refusal"].partition("config.json: ")[2].partition(", got")[0],
+        ]
+        for row in records("families")["misserved"]
+    ]
+    return _table(["setting", "nats", "refused"], rows)
+
+
+def refused_families(_: Records) -> str:
+    """A row for each architecture that is refused whatever teacher.trust says."""
+    return _table(["architecture", "why"], [[f"`{n}`", why] for n, why in UNSERVED.items()])
+
+
+def trained_models(_: Records) -> str:
+    """The models that students may be of."""
+    trained = {family.architecture for family in FAMILIES.values()}
+    return ", ".join(row.published for name, row in MEASURED.items() if name in trained)
+
+
+def measured_models(_: Records) -> str:
+    """The models that teachers may be of, in the order of the list."""
+    return ", ".join(row.published for row in MEASURED.values())
+
+
+def _nats(value: float) -> str:
+    return f"{value:.1e}" if value < 0.01 else f"{value:.2g}"
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    lines = [heads, ["---"] * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+FUNCTIONS: Mapping[str, Callable[..., str]] = {
+    each.__name__: each
+    for each in (
+        served_families,
+        limited_families,
+        misserved_families,
+        refused_families,
+        trained_models,
+        measured_models,
+    )
+}
+"""By the names that the page calls them."""
