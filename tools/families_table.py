@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron_opd.inputs.served_rules import MEASURED, UNSERVED
-from megatron_opd.models.families import FAMILIES
+from megatron_opd.models.families.table import FAMILIES
 from tools.findings_table import Records
 
 WAYS = ("prefill", "chunked prefill", "cached prefix", "decode")

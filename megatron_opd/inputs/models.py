@@ -303,8 +303,9 @@ def check_sharding(config: Config, models: RunModels) -> None:
         rules = (
             ("tp", section.tp, "attention heads", size.num_heads),
             ("tp", section.tp, "feed-forward features", size.ffn_size),
-            ("tp", section.tp, "shared experts' features", size.shared_ffn_size),
             ("ep", section.ep, "experts", size.num_experts),
+            # where there are none, as many as ranks: none is cut
+            ("tp", section.tp, "shared experts' features", size.shared_ffn_size or section.tp),
         )
         for name, degree, what, count in rules:
             if degree > 1 and (count == 0 or count % degree):
