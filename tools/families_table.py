@@ -55,9 +55,10 @@ def refused_families(_: Records) -> str:
 
 
 def trained_models(_: Records) -> str:
-    """The models that students may be of."""
+    """The models that students may be of; the architectures where only students were compared."""
     trained = {family.architecture for family in FAMILIES.values()}
-    return ", ".join(row.published for name, row in MEASURED.items() if name in trained)
+    named = [row.published for name, row in MEASURED.items() if name in trained]
+    return ", ".join([*named, *(f"`{name}`" for name in sorted(trained - MEASURED.keys()))])
 
 
 def measured_models(_: Records) -> str:
