@@ -18,7 +18,10 @@ import bisect
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from math import isfinite
 from typing import Any
 
@@ -93,7 +96,7 @@ def around_load_weights(
     reads = Reads()
     failed: list[str] = []
     try:
-        with reads:
+        with reads, reads.in_threads():
             original(model, reads.watched(weights), *args, **kwargs)
     except Exception as error:
         logger.exception("the checkpoint cannot be loaded")
@@ -255,6 +258,25 @@ class Reads(TorchDispatchMode):
         self.unread: set[str] = set()
         self._starts: list[int] = []
         self._ranges: dict[int, tuple[int, str]] = {}
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def in_threads(self) -> Iterator[None]:
+        """Lets what threads of a loader read count too: a mode holds for its own thread alone."""
+        submit = ThreadPoolExecutor.submit
+
+        def submit_watched(pool: Any, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def watched() -> Any:
+                with _OfThread(self):
+                    return call(*args, **kwargs)
+
+            return submit(pool, watched)
+
+        ThreadPoolExecutor.submit = submit_watched  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
 
     def watched(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[Any]:
         """Yields the checkpoint's tensors as they come."""
@@ -265,31 +287,51 @@ class Reads(TorchDispatchMode):
 
     def _add(self, name: str, tensor: torch.Tensor) -> None:
         start = tensor.data_ptr()
-        if start not in self._ranges:
-            bisect.insort(self._starts, start)
-        # one that was there before has been freed
-        self._ranges[start] = (start + tensor.numel() * tensor.element_size(), name)
-        self.unread.add(name)
+        with self._lock:
+            if start not in self._ranges:
+                bisect.insort(self._starts, start)
+            # one that was there before has been freed
+            self._ranges[start] = (start + tensor.numel() * tensor.element_size(), name)
+            self.unread.add(name)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operation and notes what it reads."""
-        if self.unread and not func.is_view:
-            for value in args:
-                for tensor in value if isinstance(value, list | tuple) else (value,):
-                    if isinstance(tensor, torch.Tensor):
-                        self._read(tensor)
+        self.note(func, args)
         return func(*args, **(kwargs or {}))
+
+    def note(self, func: Any, args: Any) -> None:
+        """Note what an operation is about to read."""
+        if not self.unread or func.is_view:
+            return
+        for value in args:
+            for tensor in value if isinstance(value, list | tuple) else (value,):
+                if isinstance(tensor, torch.Tensor):
+                    self._read(tensor)
 
     def _read(self, tensor: torch.Tensor) -> None:
         try:
             place = tensor.data_ptr()
         except RuntimeError:  # a tensor without memory of its own
             return
-        index = bisect.bisect_right(self._starts, place) - 1
-        if index >= 0:
-            end, name = self._ranges[self._starts[index]]
-            if place < end:
-                self.unread.discard(name)
+        with self._lock:
+            index = bisect.bisect_right(self._starts, place) - 1
+            if index >= 0:
+                end, name = self._ranges[self._starts[index]]
+                if place < end:
+                    self.unread.discard(name)
+
+
+class _OfThread(TorchDispatchMode):
+    """Notes what one further thread reads."""
+
+    def __init__(self, reads: Reads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operation and notes what it reads."""
+        self._reads.note(func, args)
+        return func(*args, **(kwargs or {}))
 
 
 def _is_zero_bias(name: str, tensor: torch.Tensor) -> bool:

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -241,3 +242,20 @@ def test_numbers_that_are_not_finite_are_told_from_memory_that_nobody_wrote(dtyp
         linear.weight.fill_(float("nan"))
         linear.bias.fill_(float("inf"))
     assert loaded.missing(linear, defaults) == []
+
+
+def test_what_threads_of_a_loader_read_counts():
+    weights = {name: torch.ones(4) for name in ("one", "two", "never")}
+    held = {name: torch.zeros(4) for name in weights}
+    reads = loaded.Reads()
+    with reads, reads.in_threads(), ThreadPoolExecutor() as pool:
+        for name, tensor in reads.watched(weights.items()):
+            if name != "never":
+                pool.submit(held[name].copy_, tensor)
+    assert reads.unread == {"never"}
+    assert all(bool(held[name].all()) for name in ("one", "two"))
+    bare = loaded.Reads()
+    with bare, ThreadPoolExecutor() as pool:
+        for _, tensor in bare.watched(weights.items()):
+            pool.submit(held["one"].copy_, tensor)
+    assert bare.unread == {*weights}, "the control: a mode sees its own thread alone"
