@@ -83,9 +83,11 @@ def read_end_tokens(
     """Return what ends a response of the checkpoint at `path`, whose config.json is `raw`.
 
     tokenizer: transformers', None without one. default: what the model's family takes for a
-    config.json without the key (models/families.py). asked: ids that a run names besides.
+    config.json without the key (models/families/). asked: ids that a run names besides.
     ValueError: one is no id of the model, or there is none.
     """
+    if default is not None and default >= vocab_size:
+        default = None  # of the published vocabulary; a smaller one never has it
     eos = None if tokenizer is None else tokenizer.eos_token_id
     added: Mapping[str, int] = {} if tokenizer is None else tokenizer.get_added_vocab()
     found = EndTokens(
