@@ -86,7 +86,7 @@ def read_end_tokens(
     config.json without the key (models/families/). asked: ids that a run names besides.
     ValueError: one is no id of the model, or there is none.
     """
-    if default is not None and default >= vocab_size:
+    if type(default) is int and default >= vocab_size:
         default = None  # of the published vocabulary; a smaller one never has it
     eos = None if tokenizer is None else tokenizer.eos_token_id
     added: Mapping[str, int] = {} if tokenizer is None else tokenizer.get_added_vocab()
