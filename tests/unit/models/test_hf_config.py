@@ -123,8 +123,9 @@ def same(spec: ModelSpec, config: Any) -> None:
     biased = spec.family.qkv_bias if glm else spec.family.o_bias
     assert getattr(config, "attention_bias", False) == biased
     assert not getattr(config, "mlp_bias", False)
-    windows = getattr(config, "use_sliding_window", True)  # SmolLM3 keeps the other key beside it
-    window = (windows and getattr(config, "sliding_window", None)) or None
+    # Qwen2-MoE has 0 without one, and SmolLM3 keeps what is switched off
+    off = spec.family.name == "smollm3" and not config.use_sliding_window
+    window = None if off else getattr(config, "sliding_window", None) or None
     assert (spec.window or spec.window_limit) == window
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * spec.num_layers
     if spec.window_limit is None:
