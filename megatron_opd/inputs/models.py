@@ -300,13 +300,13 @@ def check_sharding(config: Config, models: RunModels) -> None:
     check_megatron(models.student.spec, config.learner)
     for key, facts in models.served.items():
         section, size = section_of(config, key), facts.size
-        rules = (
+        rules = [
             ("tp", section.tp, "attention heads", size.num_heads),
             ("tp", section.tp, "feed-forward features", size.ffn_size),
             ("ep", section.ep, "experts", size.num_experts),
-            # where there are none, as many as ranks: none is cut
-            ("tp", section.tp, "shared experts' features", size.shared_ffn_size or section.tp),
-        )
+        ]
+        if size.shared_ffn_size:
+            rules.append(("tp", section.tp, "shared experts' features", size.shared_ffn_size))
         for name, degree, what, count in rules:
             if degree > 1 and (count == 0 or count % degree):
                 raise UserError(

@@ -100,12 +100,6 @@ class ModelSpec:
         """Return the embedding's rows when `tp` ranks split it; added rows are zeros."""
         return -(-self.vocab_size // tp) * tp
 
-    def shared_rules(self, tp: int) -> tuple[tuple[str, int, str, int], ...]:
-        """Return what tp ranks must divide beside the rest: (key, ranks, what, how many)."""
-        if not self.shared_ffn_size:
-            return ()
-        return (("tp", tp, "shared experts' features", self.shared_ffn_size),)
-
     def check_parallel(self, parallel: ParallelConfig, *, uneven: bool = False) -> None:
         """Raise ValueError, naming key, rule and value, when the model cannot be cut this way.
 
@@ -117,13 +111,14 @@ class ModelSpec:
                 "learner.parallel.pp * vpp must divide the model's layers, "
                 f"got pp={parallel.pp} * vpp={parallel.vpp} and {self.num_layers} layers"
             )
-        rules = (
+        rules = [
             ("tp", parallel.tp, "attention heads", self.num_heads),
             ("tp", parallel.tp, "feed-forward features", self.ffn_size),
             ("pp", 1 if uneven else parallel.pp, "layers", self.num_layers),
             ("ep", parallel.ep, "experts", self.num_experts),
-            *self.shared_rules(parallel.tp),
-        )
+        ]
+        if self.shared_ffn_size:
+            rules.append(("tp", parallel.tp, "shared experts' features", self.shared_ffn_size))
         for key, degree, what, count in rules:
             if count % degree or (degree > 1 and count == 0):
                 raise ValueError(
@@ -179,6 +174,8 @@ def read_model_spec(model: Path) -> ModelSpec:
 def _spec(raw: dict[str, Any]) -> ModelSpec:
     family = family_of(str(raw["model_type"]))
     config = complete(raw, family)
+    if "use_qk_norm" in family.defaults:
+        _flag(config, "use_qk_norm")
     family = family.of(config)
     layers = _count(config, "num_hidden_layers", most=MAX_LAYERS)
     heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")

@@ -8,6 +8,7 @@ holds it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_opd.config.wording import shown
@@ -141,10 +142,11 @@ DEEPSEEK_V3 = Family(
     rope_types=("default", "yarn"),
     check=_check_v3,
 )
-GLM4_MOE_LITE = Family(
-    "glm4_moe_lite",
-    "Glm4MoeLiteForCausalLM",
-    (
+GLM4_MOE_LITE = replace(
+    DEEPSEEK_V3,
+    name="glm4_moe_lite",
+    architecture="Glm4MoeLiteForCausalLM",
+    layer=(
         *LATENT_ATTENTION,
         POST_NORM,
         *expert_rows(*_EXPERTS, exact=True),
@@ -152,10 +154,6 @@ GLM4_MOE_LITE = Family(
         *_SHARED,
         *DENSE_MLP,
     ),
-    qk_norm=True,
-    moe=True,
-    experts_keys=("n_routed_experts", "num_local_experts"),
-    end_token=1,
     defaults={
         **_LATENT,
         "q_lora_rank": 768,
@@ -175,7 +173,6 @@ GLM4_MOE_LITE = Family(
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.8,
     },
-    reads=frozenset({"n_shared_experts"}),
     rope_types=("default",),
     check=_check_glm,
 )

@@ -251,10 +251,7 @@ class Family:
         if self.latent:
             left = _FROM_LATENT if config["q_lora_rank"] is None else _FROM_INPUT
             family = replace(family, layer=tuple(row for row in family.layer if row not in left))
-        normed = config["use_qk_norm"] if "use_qk_norm" in self.defaults else False
-        if not isinstance(normed, bool):
-            raise ValueError(f"use_qk_norm must be true or false, got {normed!r}")
-        if normed:
+        if "use_qk_norm" in self.defaults and config["use_qk_norm"]:
             family = replace(family, layer=(*family.layer, *QK_NORM), qk_norm=True)
         if not config.get("attention_bias"):
             return family

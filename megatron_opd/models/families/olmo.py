@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megatron_opd.config.wording import shown
@@ -65,14 +66,17 @@ def _check_olmo3(config: Mapping[str, Any]) -> None:
             )
 
 
-_LAYER = (*PROJECTIONS, *QK_NORM, *DENSE_MLP, *ADDED_NORMS)
-_OLMO = {**COMMON, "max_position_embeddings": 2048, "num_key_value_heads": None}
-_OLMO |= {"rms_norm_eps": 1e-5}
+_OLMO = {
+    **COMMON,
+    "max_position_embeddings": 2048,
+    "num_key_value_heads": None,
+    "rms_norm_eps": 1e-5,
+}
 
 OLMO2 = Family(
     "olmo2",
     "Olmo2ForCausalLM",
-    _LAYER,
+    (*PROJECTIONS, *QK_NORM, *DENSE_MLP, *ADDED_NORMS),
     qk_norm=True,
     norms_all_heads=True,
     pre_norm=False,
@@ -82,16 +86,10 @@ OLMO2 = Family(
     defaults=_OLMO,
     check=_check_olmo2,
 )
-OLMO3 = Family(
-    "olmo3",
-    "Olmo3ForCausalLM",
-    _LAYER,
-    qk_norm=True,
-    norms_all_heads=True,
-    pre_norm=False,
-    post_norm=True,
-    shares_heads=False,
-    end_token=50279,
+OLMO3 = replace(
+    OLMO2,
+    name="olmo3",
+    architecture="Olmo3ForCausalLM",
     defaults={**_OLMO, "sliding_window": 4096},
     theta=5e5,
     rope_types=(*ROPE_TYPES, "yarn"),

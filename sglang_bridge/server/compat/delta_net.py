@@ -33,10 +33,8 @@ _BACKEND = "sglang.srt.layers.attention.linear.gdn_backend"
 _KERNELS = "sglang.srt.layers.attention.linear.kernels.gdn_triton"
 _NORM = "sglang.kernels.ops.attention.fla.layernorm_gated"
 _FUSED_NORM = "sglang.kernels.ops.attention.fla.fused_norm_gate"
-_NEXT, _3_5 = "sglang.srt.models.qwen3_next", "sglang.srt.models.qwen3_5"
-
-MODULES = (_BACKEND, _KERNELS, _NORM, _FUSED_NORM, _NEXT, _3_5)
-"""Modules of which names are replaced; the last two, of models, where they are imported."""
+MODELS = _NEXT, _3_5 = "sglang.srt.models.qwen3_next", "sglang.srt.models.qwen3_5"
+"""Modules of models: names of those are replaced that are imported."""
 
 
 def is_needed(model: Path) -> bool:
@@ -54,12 +52,12 @@ def answer_in_torch() -> None:
     Nothing happens where no model with gated delta nets was imported. RuntimeError: SGLang no
     longer has a name that is replaced here.
     """
-    models = [name for name in (_NEXT, _3_5) if name in sys.modules]
-    if not models:
+    if not any(model in sys.modules for model in MODELS):
         return
-    functions_of = replaced()
-    for module in (*MODULES[:4], *models):
-        functions, names = functions_of[module], vars(importlib.import_module(module))
+    for module, functions in replaced().items():
+        if module in MODELS and module not in sys.modules:
+            continue
+        names = vars(importlib.import_module(module))
         for name, function in functions.items():
             if name not in names:
                 raise RuntimeError(f"{module} has no {name}, which a CPU needs in torch")
