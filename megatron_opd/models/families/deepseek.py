@@ -47,8 +47,9 @@ def _require(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
 
 
 def _check_heads(config: Mapping[str, Any]) -> None:
-    heads, turning = config.get("head_dim"), config["qk_rope_head_dim"]
-    if heads is not None and heads != turning:
+    turning = config["qk_rope_head_dim"]
+    heads = config.get("head_dim", turning)  # to transformers a second name of it: null is none
+    if heads != turning:
         raise ValueError(
             f"head_dim must be left out, or be qk_rope_head_dim, got {shown(heads)} and "
             f"{shown(turning)}"

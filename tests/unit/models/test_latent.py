@@ -145,6 +145,7 @@ def test_published_files_without_what_has_a_default_are_accepted(family: str):
         ("deepseek_v3", {"topk_group": 4}, "topk_group must be half of num_experts_per_tok"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave must be True, got False"),
         ("deepseek_v3", {"head_dim": 64}, "head_dim must be left out, or be qk_rope_head_dim"),
+        ("glm4_moe_lite", {"head_dim": None}, "head_dim must be left out, or be qk_rope_head_dim"),
         ("deepseek_v3", {"num_key_value_heads": 4}, "num_key_value_heads must be num_attention"),
         (
             "deepseek_v3",
