@@ -70,8 +70,7 @@ class Imported:
         return f"imports have read other values of {', '.join(others)}" if others else None
 
     def become(self, order: Mapping[str, Any], streams: Sequence[int]) -> None:
-        """Makes a fork the process that was ordered: its session, streams, name and environment."""
-        os.setsid()
+        """Makes a fork the process that was ordered: its streams, name and environment."""
         os.chdir(order["directory"])
         for stream, given in zip(STREAMS, streams, strict=True):
             os.dup2(given, stream)
@@ -118,17 +117,17 @@ def serve(orders: socket.socket, imported: Imported, act: Callable[[list[str]], 
 def fork_twice() -> tuple[int | None, Callable[[], None]]:
     """Forks a process whose parent is the nearest above this one that adopts orphans.
 
-    Returns its id, and what lets it begin; in it None, once it may begin. It ends if this process
-    ends before.
+    It leads a session of its own. Returns its id, and what lets it begin; in it None, once it may
+    begin. It ends if this process ends before.
     """
     told, tell = os.pipe()
     waits, go = os.pipe()
     between = os.fork()
     if between == 0:
-        pid = os.fork()
-        if pid != 0:
-            os.write(tell, str(pid).encode())
+        if os.fork() != 0:
             os._exit(0)
+        os.setsid()  # before anybody has its id, and with it signals the session's group
+        os.write(tell, str(os.getpid()).encode())
         os.close(go)
         if not os.read(waits, 1):
             os._exit(1)
@@ -136,8 +135,9 @@ def fork_twice() -> tuple[int | None, Callable[[], None]]:
             os.close(end)
         return None, lambda: None
     os.waitpid(between, 0)  # what it leaves has been adopted by then
+    os.close(tell)
     pid = int(os.read(told, 32))
-    for end in (told, tell, waits):
+    for end in (told, waits):
         os.close(end)
 
     def begin() -> None:

@@ -68,6 +68,15 @@ def test_a_fork_is_a_child_in_a_session_of_its_own_with_what_was_ordered(
     assert "goodbye" in (tmp_path / "log").read_text(), "what is registered for the end is done"
 
 
+def test_a_fork_can_be_signalled_as_a_group_as_soon_as_its_id_is_known(
+    below: Preloaded, tmp_path: Path
+):
+    for _ in range(10):
+        process = start(tmp_path / "log", "0")
+        assert os.getpgid(process.pid) == os.getsid(process.pid) == process.pid
+        process.wait()
+
+
 def test_each_fork_draws_numbers_and_keys_of_its_own(below: Preloaded, tmp_path: Path):
     logs = [tmp_path / str(number) for number in range(2)]
     for process in [start(log, "0") for log in logs]:
