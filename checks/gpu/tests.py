@@ -1,4 +1,7 @@
-"""tests/gpu, with the outcome of every test; in a dry check they are collected and skipped."""
+"""tests/gpu, with the outcome of every test; in a dry check they are collected and skipped.
+
+What does not end in time is interrupted, and the tests before it are still told.
+"""
 
 from __future__ import annotations
 
@@ -12,21 +15,28 @@ from checks.gpu.process import echoed
 from checks.gpu.record import PartFailed
 
 # The suite's settings and its conftest ask for plugins that a bare GPU machine may lack.
+END_S = 8.0  # for pytest's end and the report
+INTERRUPTED = 2  # pytest's exit code
 ALONE = ("-c", "checks/gpu/pytest.ini", "--rootdir=.", "--noconftest", "-p", "no:cacheprovider")
 
 
 def measure(limit_s: float, *, dry: bool) -> dict[str, Any]:
-    """Outcomes by test. Raises PartFailed, with the first failure, when one fails."""
+    """Outcomes by test. Raises PartFailed, with the first failure, where one fails or time ends."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "report.xml"
         command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", *ALONE]
         exit_code, last_lines = echoed(
-            [*command, "--continue-on-collection-errors", f"--junitxml={report}"]
+            [*command, "--continue-on-collection-errors", f"--junitxml={report}"],
+            max(1.0, limit_s - END_S),
         )
         if not report.exists():
             last = last_lines[-1] if last_lines else "no output"
             raise RuntimeError(f"pytest ended with {exit_code} and no report: {last}")
         tests = outcomes(report)
+    if exit_code == INTERRUPTED and tests:
+        # the report tells the one that ran as if it had passed, and not its name
+        message = f"interrupted: {limit_s - END_S:.0f} s ended"
+        tests[-1] |= {"name": "the next one", "outcome": "failed", "message": message}
     figures = {"counts": counts(tests), "tests": tests}
     failed = [f"{test['name']}: {test['message']}" for test in tests if test["outcome"] == "failed"]
     if failed:
