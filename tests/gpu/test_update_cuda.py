@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -50,8 +51,10 @@ def update(out: Path, model: Path, dtype: str, kernels: str, *, cuda: bool) -> d
 def test_bfloat16_on_cuda_is_near_float32_on_the_cpu(kernels: str, tmp_path: Path):
     # heads of 64 features: the smallest that TransformerEngine's attention kernels take gladly
     model = tiny_qwen3_moe(tmp_path / "model", seed=2, head_dim=64)
-    exact = update(tmp_path / "exact", model, "float32", "local", cuda=False)
-    found = update(tmp_path / "found", model, "bfloat16", kernels, cuda=True)
+    with ThreadPoolExecutor() as both:  # a process takes long to begin
+        there = both.submit(update, tmp_path / "exact", model, "float32", "local", cuda=False)
+        here = both.submit(update, tmp_path / "found", model, "bfloat16", kernels, cuda=True)
+        exact, found = there.result(), here.result()
     assert (exact["device"], found["device"]) == ("cpu", "cuda:0")
     assert found["engine"] == (kernels == "installed")
     compare(f"bfloat16 on CUDA, {kernels} layers", tmp_path / "found", tmp_path / "exact")
