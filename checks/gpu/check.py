@@ -39,9 +39,9 @@ class Part:
 
 PARTS = (
     Part("installed", least_s=5, most_s=30),
-    Part("tests", least_s=20, most_s=105),
-    Part("lean", least_s=20, most_s=90),
-    Part("sampling", least_s=15, most_s=45),
+    Part("tests", least_s=20, most_s=165),
+    Part("lean", least_s=20, most_s=45),
+    Part("sampling", least_s=15, most_s=30),
     Part("same_device", least_s=15, most_s=30),
     Part("step", least_s=45, most_s=150),
     Part("run", least_s=60, most_s=240),
