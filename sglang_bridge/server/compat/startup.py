@@ -174,7 +174,7 @@ def is_starting() -> bool:
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.tokenizer_manager import ServerStatus
 
-    state = http_server.get_global_state()
+    state: Any = http_server.get_global_state()
     return state is None or state.tokenizer_manager.server_status == ServerStatus.Starting
 
 
