@@ -219,6 +219,17 @@ class ServerClient:
             return False
         return True
 
+    async def has_started(self) -> bool:
+        """Returns whether a server that answers has sampled its own first token.
+
+        Until then it refuses all that changes its state (server/starting.py).
+        """
+        try:
+            await self.progress()
+        except ServerRefused as error:
+            return error.status != wire.STARTING
+        return True
+
     async def version(self) -> int:
         """Returns the version of the weights it samples from; answered also while paused."""
         return parse_version(self.url, await self._get("/model_info"))

@@ -133,11 +133,11 @@ class Fleet:
         ClaimRefused when one is another run's.
         """
         for member, info in zip(
-            self._members.present, await self._ask_all(lambda client: client.info()), strict=True
+            self._members.present, await self._ask_all(lambda m: m.client.info()), strict=True
         ):
             member.info = info
         if claim is not None:
-            await self._ask_all(lambda client: client.claim(claim))
+            await self._ask_all(lambda member: member.client.claim(claim))
         for what in ("vocab_size",) if used else ("vocab_size", "version"):
             values = {info.url: getattr(info, what) for info in self.infos}
             if len(set(values.values())) > 1:
@@ -291,7 +291,7 @@ class Fleet:
         Returns {url: why} of those that refuse or do not answer within `limit_s`.
         """
         clients = [client for client in self._members.clients if client.url in urls]
-        return await _reasons(clients, limit_s, lambda client: client.resume_memory())
+        return await _reasons([(each.url, each.resume_memory()) for each in clients], limit_s)
 
     async def flush_cache(self) -> None:
         """Flushes the cache of every server (see ServerClient.flush_cache)."""
@@ -333,7 +333,11 @@ class Fleet:
 
         Returns {url: why} of the servers that refuse or do not answer within `limit_s`.
         """
-        return await _reasons(self.clients, limit_s, lambda client: client.abandon_weight_update())
+        steps = [
+            (member.client.url, member.ask(lambda client: client.abandon_weight_update()))
+            for member in self._members.present
+        ]
+        return await _reasons(steps, limit_s)
 
     async def abort_all(self) -> None:
         """Stops every request on every server, whoever sent it."""
@@ -387,12 +391,12 @@ class Fleet:
         """Runs a step of a weight sync on every server; a failure raises WeightSyncFailed."""
         at_fault: list[str] = []
 
-        async def ask(client: ServerClient) -> Any:
+        async def ask(member: Member) -> Any:
             try:
-                return await verb(client)
+                return await member.ask(verb)
             except BridgeError as error:
                 if not (isinstance(error, RankFailed) and error.peer_lost):
-                    at_fault.append(client.url)
+                    at_fault.append(member.client.url)
                 raise
 
         try:
@@ -400,16 +404,16 @@ class Fleet:
         except BridgeError as error:
             raise WeightSyncFailed(str(error), at_fault) from error
 
-    async def _ask_all(self, verb: Callable[[ServerClient], Awaitable[Any]]) -> list[Any]:
+    async def _ask_all(self, ask: Callable[[Member], Awaitable[Any]]) -> list[Any]:
         """Returns results in server order. The first failure cancels the rest and is raised."""
-        clients = self.clients  # some may be taken out meanwhile
-        tasks = [asyncio.ensure_future(verb(client)) for client in clients]
+        members = self._members.present  # some may be taken out meanwhile
+        tasks = [asyncio.ensure_future(ask(member)) for member in members]
         self._silent = ()
         try:
             return await asyncio.gather(*tasks)
         except asyncio.CancelledError:
-            asked = zip(clients, tasks, strict=True)
-            self._silent = tuple(client.url for client, task in asked if task.cancelled())
+            asked = zip(members, tasks, strict=True)
+            self._silent = tuple(m.client.url for m, task in asked if task.cancelled())
             raise
         finally:
             for task in tasks:
@@ -417,22 +421,18 @@ class Fleet:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _reasons(
-    clients: Sequence[ServerClient],
-    limit_s: float,
-    verb: Callable[[ServerClient], Awaitable[None]],
-) -> dict[str, str]:
-    """Asks every server, for at most `limit_s`; returns {url: why} of those that did not do it."""
+async def _reasons(steps: Sequence[tuple[str, Awaitable[None]]], limit_s: float) -> dict[str, str]:
+    """Awaits servers' steps, each for at most `limit_s`; returns {url: why} of those not done."""
 
-    async def why_not(client: ServerClient) -> str | None:
+    async def why_not(step: Awaitable[None]) -> str | None:
         try:
             async with asyncio.timeout(limit_s):
-                await verb(client)
+                await step
         except TimeoutError:
             return f"no answer within {limit_s:g} s"
         except BridgeError as error:
             return str(error)
         return None
 
-    found = await asyncio.gather(*map(why_not, clients))
-    return {client.url: why for client, why in zip(clients, found, strict=True) if why is not None}
+    found = await asyncio.gather(*(why_not(step) for _, step in steps))
+    return {url: why for (url, _), why in zip(steps, found, strict=True) if why is not None}

@@ -89,35 +89,39 @@ class Member:
         await self._hung.wait()
 
     async def reply(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
-        """Returns the server's reply. ServerUnreachable: also if it was taken out meanwhile."""
-        if self._gone.is_set():
-            raise self._taken_out()
-        end = Cutoff()
-        self._working.add(end)
+        """Returns the server's reply to work. ServerUnreachable: also if it is taken out."""
         self.in_flight += 1
         self._idle.clear()
         try:
-            with end:
-                reply = await call(self.client)
+            reply = await self.ask(call)
         except ServerUnreachable as error:
             self._failed(error)
             raise
-        except TimeoutError:
-            if not end.happened:
-                raise
-            raise self._taken_out() from None
         finally:
-            self._working.discard(end)
             self.in_flight -= 1
             if self._in_flight == 0:
                 self._idle.set()
         self._stalled, self.unreachable = 0, False
         return reply
 
-    def _taken_out(self) -> ServerUnreachable:
-        error = ServerUnreachable(self.client.url, "", "it was taken out", sent=True)
-        self._failed(error)
-        return error
+    async def ask(self, call: Callable[[ServerClient], Awaitable[Reply]]) -> Reply:
+        """Returns what `call` returns, which ends with the server's part in the fleet.
+
+        Nothing is repeated after that: what comes back at its address is another process.
+        ServerUnreachable: it was taken out.
+        """
+        end = Cutoff()
+        if not self._gone.is_set():
+            self._working.add(end)
+            try:
+                with end:
+                    return await call(self.client)
+            except TimeoutError:
+                if not end.happened:
+                    raise
+            finally:
+                self._working.discard(end)
+        raise ServerUnreachable(self.client.url, "", "it was taken out", sent=True)
 
     def _failed(self, error: ServerUnreachable) -> None:
         error.gone = self._gone

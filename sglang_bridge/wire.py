@@ -14,6 +14,9 @@ WORK_ROUTE = "/bridge/generate"
 WORK_TYPE = "application/msgpack"
 # which start a server is of, open like SGLang's own probe, and which runs it belongs to (claims.py)
 PROOF_ROUTE = "/ready/proof"
+# what a server that has not sampled its own first token answers there, and to all that would change
+# its state (server/starting.py)
+STARTING = 503
 CHALLENGE = "challenge"
 CLAIM_ROUTE = "/bridge/claim"
 

@@ -324,6 +324,6 @@ class Supervisor:
 
 async def _answers(client: ServerClient) -> bool:
     try:
-        return await client.alive()
+        return await client.alive() and await client.has_started()
     except (OSError, BridgeError):
         return False

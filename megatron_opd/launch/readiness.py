@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from sglang_bridge import wire
 from sglang_bridge.claims import Claim
 from sglang_bridge.errors import ServerRefused, ServerUnreachable
 from sglang_bridge.fleet import Fleet
@@ -14,7 +15,6 @@ from sglang_bridge.protocol import ServerInfo
 
 SAY_EVERY_S = 30.0
 RETRY_S = 1.0
-STARTING_UP = 503
 
 
 async def servers_ready(
@@ -30,7 +30,7 @@ async def servers_ready(
         try:
             return await fleet.start(used=used, claim=claim)
         except (ServerUnreachable, ServerRefused) as error:
-            not_yet = isinstance(error, ServerUnreachable) or error.status == STARTING_UP
+            not_yet = isinstance(error, ServerUnreachable) or error.status == wire.STARTING
             if not not_yet or clock() >= deadline_s:
                 raise
         await asyncio.sleep(RETRY_S)

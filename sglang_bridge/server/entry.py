@@ -136,7 +136,7 @@ def preload() -> None:
         sys.exit("nothing is preloaded where CUDA is: no fork survives it")
     freed.give_back_freed()
     offer_standins()
-    from sglang_bridge.server import auth, connections, front, gates, owner  # noqa: F401
+    from sglang_bridge.server import auth, connections, front, gates, owner, starting  # noqa: F401
     from sglang_bridge.server.compat import startup
 
     startup.preload()
@@ -165,7 +165,7 @@ def main() -> None:
     if not cuda:
         freed.give_back_freed()
         offer_standins()
-    from sglang_bridge.server import auth, connections, front, gates, owner
+    from sglang_bridge.server import auth, connections, front, gates, owner, starting
     from sglang_bridge.server.compat import delta_net, hooks, startup
 
     hooks.require_supported_version()
@@ -181,6 +181,7 @@ def main() -> None:
     hooks.require_hooks_in_place((*targets, *hooks.GATE_TARGETS) if gates.kept() else targets)
     front.add_work_route()
     owner.add_owner_routes(nonce)
+    starting.guard_start()
     startup.hide_keys()
     startup.keep_files_in(own_files)
     if not cuda:

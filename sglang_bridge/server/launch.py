@@ -31,7 +31,7 @@ from sglang_bridge.server.workers import group_states, process_group
 
 POLL_S = 0.2
 ANSWER_S = 2.0
-MOST_ANSWER, OK = 1000, 200
+MOST_ANSWER = 1000
 IN_USE = "address already in use"
 # Environment proxies are for the outside world, not for our own servers.
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -96,14 +96,12 @@ class Readiness:
     def reached(self) -> bool:
         """Returns whether it answers requests; it has then generated a token for itself.
 
+        SGLang's /ready is not asked: it says no of a server that was paused since.
         PortInUse: another server answers there, as another run's does with the same port.
         """
-        ready = _answer(f"{self._url}/ready")
-        if ready is None or ready[0] != OK:
-            return False
         challenge = secrets.token_hex(16)
         said = _answer(f"{self._url}{wire.PROOF_ROUTE}?{wire.CHALLENGE}={challenge}")
-        if said is None:
+        if said is None or said[0] == wire.STARTING:
             return False
         if not hmac.compare_digest(said[1], proof(self._nonce, challenge).encode()):
             raise self._taken

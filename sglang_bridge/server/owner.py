@@ -1,4 +1,4 @@
-"""Answers which start this server is of, by a proof, and which runs, by their claims.
+"""Answers which start this server is of, by a proof once it is up, and which runs, by their claims.
 
 Both are answered by the process that serves HTTP.
 """
@@ -85,6 +85,8 @@ def add_owner_routes(nonce: str | None) -> None:
     claims = Claims()
 
     async def prove(request: Any) -> Any:
+        if startup.is_starting():
+            return startup.reply("", wire.STARTING)
         challenge = request.query_params.get(wire.CHALLENGE, "")
         known = nonce is not None and 0 < len(challenge) <= MOST_CHALLENGE
         return startup.reply(proof(nonce, challenge) if known and nonce else "", 200)

@@ -1,4 +1,4 @@
-"""A rollout whose connection is cut while a real server works on it."""
+"""Requests that meet a real server at the wrong time: it loses the connection, or it starts."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -10,9 +10,14 @@ import pytest
 
 from megatron_opd.records.types import Prompt, Rollout
 from megatron_opd.rollout.generator import RolloutGenerator
+from sglang_bridge import wire
 from sglang_bridge.client import ServerClient
+from sglang_bridge.errors import ServerRefused, ServerUnreachable
 from sglang_bridge.fleet import Fleet
+from sglang_bridge.retry import Backoff
 from sglang_bridge.server.launch import ServerProcess
+from tests.e2e.conftest import tiny_spec
+from tests.support.bridge_replies import REQUEST
 from tests.support.config_files import minimal
 from tests.support.figures import bounded
 from tests.support.models import VOCAB_SIZE
@@ -21,6 +26,7 @@ from tests.support.oracles import behaviour_logp, load_reference, reference_logi
 pytestmark = pytest.mark.e2e
 PROMPT = list(range(40, 60))
 CUT_AFTER_S = 0.3
+START_S = 120
 
 
 @asynccontextmanager
@@ -76,3 +82,34 @@ def test_a_rollout_that_lost_its_connection_is_sampled_anew(
     path_logp_T = draws.sampler_logp_N[draws.path_T]
     error = np.abs(exact_TV[np.arange(len(tokens)), tokens] - path_logp_T).max()
     bounded("draws: log-probs against transformers (nats)", error, 1e-5, "restarted")
+
+
+def test_a_server_that_is_paused_from_its_first_moment_on_starts_all_the_same(
+    teacher_model: Path, tmp_path: Path
+):
+    """As by a client whose pause was meant for the server that had the port before."""
+    process = ServerProcess(tiny_spec(teacher_model, "student"), tmp_path / "log")
+
+    async def run() -> set[int]:
+        process.start()
+        ready = asyncio.create_task(asyncio.to_thread(process.wait_ready, START_S))
+        refused: set[int] = set()
+        async with ServerClient(process.url, timeout_s=60, backoff=Backoff(1)) as client:
+            while not ready.done():
+                try:
+                    await client.pause()
+                except ServerRefused as error:
+                    refused.add(error.status)
+                except ServerUnreachable:
+                    pass  # nothing listens yet
+                await asyncio.sleep(0.01)
+            await ready
+            assert await client.has_started()
+            await client.resume()
+            assert len((await client.generate(REQUEST)).output_ids_T) > 0
+        return refused
+
+    try:
+        assert asyncio.run(run()) == {wire.STARTING}
+    finally:
+        process.stop(grace_s=1)

@@ -156,6 +156,40 @@ def add_own_route(path: str, answer: Callable[[Any], Awaitable[Any]], method: st
     http_server.app.router.add_route(path, answer, methods=[method])
 
 
+def add_guard(guard: type[Any], **settings: Any) -> None:
+    """Puts ASGI middleware before SGLang's application; call before run_server().
+
+    The check of API keys, which SGLang adds later, comes before it.
+    """
+    from sglang.srt.entrypoints import http_server
+
+    http_server.app.add_middleware(guard, **settings)
+
+
+def is_starting() -> bool:
+    """Returns whether this server has not sampled its own first token yet.
+
+    Not is_ready(), which is also false of a paused server, or one that a probe found unhealthy.
+    """
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.managers.tokenizer_manager import ServerStatus
+
+    state: Any = http_server.get_global_state()
+    return state is None or state.tokenizer_manager.server_status == ServerStatus.Starting
+
+
+def is_control(scope: Any) -> bool:
+    """Returns whether a request is for a route that SGLang keeps for administrators.
+
+    All that change a server's state are, and some that only ask (/weights_checker).
+    """
+    from sglang.srt.entrypoints import http_server
+    from sglang.srt.utils import auth
+
+    level = auth._get_auth_level_from_app_and_scope(http_server.app, scope)
+    return level != auth.AuthLevel.NORMAL
+
+
 def reply(text: str, status: int) -> Any:
     """Returns an answer of plain text."""
     from starlette.responses import PlainTextResponse

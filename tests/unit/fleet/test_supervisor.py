@@ -29,7 +29,8 @@ class Machine:
     """Servers and their processes. exits: the exit code of each that ended.
 
     refuses: how often each cannot be started. elsewhere: those that are no processes of ours.
-    moves: where each is started again. claimed: those that are another run's by now.
+    moves: where each is started again. claimed: those that are another run's by now. starting:
+    those that answer and have not started yet.
     """
 
     def __init__(self, **student: Any) -> None:
@@ -39,6 +40,7 @@ class Machine:
         self.elsewhere: set[str] = set()
         self.silent: set[str] = set()
         self.claimed: set[str] = set()
+        self.starting: set[str] = set()
         self.log: list[tuple[float, str]] = []
         self.said: list[str] = []
         run, urls = student.pop("run", {}), student.pop("servers", (A, B, C))
@@ -73,7 +75,11 @@ class Machine:
                 raise ClaimRefused(f"{url}: run /b writes its weights into this server")
             return url not in self.silent
 
+        async def has_started() -> bool:
+            return url not in self.starting
+
         client.alive = alive  # type: ignore[method-assign]
+        client.has_started = has_started  # type: ignore[method-assign]
         return client
 
     def watched(self, url: str) -> list[WatchedProcess]:
@@ -356,6 +362,25 @@ def test_a_server_elsewhere_is_awaited():
 
     assert machine.watch(scenario) is None
     assert starts(machine, B) == []
+
+
+def test_a_server_elsewhere_that_answers_is_taken_in_once_it_has_started():
+    """Before, it would refuse what it is asked then, which would count as a start in vain."""
+    machine = Machine(max_restarts=1)
+    machine.elsewhere = {B}
+
+    async def scenario() -> None:
+        machine.silent.add(B)
+        await asyncio.sleep(30)
+        machine.silent.clear()
+        machine.starting.add(B)
+        await asyncio.sleep(20)
+        assert machine.fleets["student"].urls == (A, C)
+        machine.starting.clear()
+        await asyncio.sleep(3)
+        assert machine.fleets["student"].urls == (A, C, B)
+
+    assert machine.watch(scenario) is None
 
 
 def test_a_server_elsewhere_that_stays_away_is_given_up():

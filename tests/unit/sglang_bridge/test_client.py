@@ -23,6 +23,7 @@ from tests.support.bridge_replies import (
     SCORE_REQUEST,
     SELECT_REQUEST,
     FakeServer,
+    Handler,
     answering,
     breaking,
     rollout_reply,
@@ -147,6 +148,22 @@ def test_an_unreachable_server_is_told_from_a_silent_one():
             assert not await client.alive()
 
     asyncio.run(run())
+
+
+def test_a_server_that_starts_is_told_from_one_that_is_up():
+    """It refuses control requests, which is said at once and not repeated."""
+    starting, up = answering({"error": {"message": "starting"}}, wire.STARTING), answering({}, 400)
+
+    async def run(reply: Handler) -> tuple[bool, list[str]]:
+        routes = dict.fromkeys(("/weights_checker", "/pause_generation"), reply)
+        async with FakeServer(routes) as server, client_of(server.url) as client:
+            with pytest.raises(ServerRefused):
+                await client.pause()
+            return await client.has_started(), server.seen
+
+    asked = ["/pause_generation", "/weights_checker"]
+    assert asyncio.run(run(starting)) == (False, asked)
+    assert asyncio.run(run(up)) == (True, asked)
 
 
 def test_a_silent_server_times_out_once():

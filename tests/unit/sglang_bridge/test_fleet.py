@@ -88,6 +88,30 @@ def test_a_dropped_server_is_no_timeout():
     with_two({wire.WORK_ROUTE: silent}, {}, scenario)
 
 
+@pytest.mark.parametrize("limit_s", [None, 20.0])
+def test_a_step_for_a_server_that_is_taken_out_ends_and_is_not_repeated(limit_s: float | None):
+    """What comes back at its address is another process, which was not asked."""
+
+    async def scenario(fleet: Fleet, lost: FakeServer, other: FakeServer) -> None:
+        steps = fleet.pause() if limit_s is None else fleet.abandon_weight_update(limit_s)
+        step = asyncio.create_task(steps)
+        await silent.asked.wait()
+        fleet.drop(lost.url)
+        if limit_s is None:
+            with pytest.raises(WeightSyncFailed, match="it was taken out") as caught:
+                await step
+            assert caught.value.servers == {lost.url}
+        else:
+            assert await step == {lost.url: f"{lost.url}: no answer (it was taken out)"}
+        assert lost.seen == ["/pause_generation"]
+        await fleet.pause()
+        assert lost.seen == ["/pause_generation"]
+
+    silent, fine = Silent(), answering(rank_answers())
+    routes = ("/pause_generation", "/weights_checker", "/end_weight_update")
+    with_two({"/pause_generation": silent}, dict.fromkeys(routes, fine), scenario)
+
+
 def rank_answers(**said: str) -> dict:
     return {"ranks": [{"checksums": said, "parallelism_info": []}]}
 

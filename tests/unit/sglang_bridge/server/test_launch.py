@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from sglang_bridge import wire
 from sglang_bridge.errors import PortInUse, ServerDied
 from sglang_bridge.ports import free_port
 from sglang_bridge.proof import proof
@@ -124,6 +125,20 @@ def test_the_server_that_was_started_proves_it(tmp_path: Path, monkeypatch: pyte
             assert process.is_running()
     finally:
         process.stop(0)
+
+
+def test_a_server_is_there_once_its_start_is_over_also_if_it_was_paused_since(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """SGLang's /ready says no of a paused server, and another process may pause it at once."""
+    outcomes = iter([None, (wire.STARTING, b""), (200, b"its proof")])
+    paused = (503, b"")
+    monkeypatch.setattr(launch, "proof", lambda nonce, challenge: "its proof")
+    monkeypatch.setattr(
+        launch, "_answer", lambda url: next(outcomes) if wire.PROOF_ROUTE in url else paused
+    )
+    readiness = launch.Readiness("127.0.0.1", 1, "nonce", "port")
+    assert [readiness.reached() for _ in range(3)] == [False, False, True]
 
 
 def start_script(monkeypatch: pytest.MonkeyPatch, log: Path, script: str) -> ServerProcess:

@@ -129,6 +129,7 @@ def routes(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(
         startup, "add_own_route", lambda path, answer, _: found.update({path: answer})
     )
+    monkeypatch.setattr(startup, "is_starting", lambda: False)
     return found
 
 
