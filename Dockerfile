@@ -2,10 +2,10 @@
 # run yet on a machine with a GPU.
 #   docker build -t megatron-opd .
 #   docker run --gpus all --ipc host --ulimit nofile=65536 -it -v /models:/models megatron-opd
-# The base brings the CUDA 13 toolkit and the headers of cuDNN and NCCL, with which TransformerEngine's
-# torch extension is compiled (C++ alone: no GPU is needed for it, and none need be named).
-FROM nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
-ENV DEBIAN_FRONTEND=noninteractive CUDA_HOME=/usr/local/cuda
+# TransformerEngine's torch extension is compiled with the lock's own CUDA (C++ alone: no GPU is needed for
+# it, and none need be named), so the base brings only what lets a container see the driver.
+FROM nvidia/cuda:13.0.1-base-ubuntu24.04
+ENV DEBIAN_FRONTEND=noninteractive
 # python3 of Ubuntu 24.04 is 3.12, which the lock is for
 RUN apt-get update \
  && apt-get install -y --no-install-recommends g++ git libnuma1 make python3-dev python3-venv \

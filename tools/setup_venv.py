@@ -33,10 +33,12 @@ PyTorch's own index does not answer. Put its wheel, torch-{version}+cpu-*.whl, i
 run PIP_FIND_LINKS=FOLDER make setup"""
 
 
-NO_NVCC = """\
-setup: no CUDA compiler (nvcc) was found on PATH or in CUDA_HOME/bin: TransformerEngine's torch \
-extension has no wheel and is compiled here. Install the CUDA 13 toolkit with the headers of cuDNN \
-and NCCL, or use the Dockerfile"""
+NO_COMPILER = """\
+setup: no C++ compiler (g++) was found on PATH: TransformerEngine's torch extension has no wheel \
+and is compiled here. Install g++ (apt-get install g++), or use the Dockerfile"""
+NO_HEADERS = """\
+setup: Python's headers are missing ({place}): TransformerEngine's torch extension is compiled \
+against them. Install python{version}-dev, or use a Python of uv, which brings them"""
 # TransformerEngine's build would take a ready wheel from elsewhere, which the lock has no hash of.
 BUILD = {"NVTE_PYTORCH_FORCE_BUILD": "TRUE"}
 # Asks for Python 3.12. What the learner imports of it runs on 3.11 too, which the tests hold; of
@@ -155,6 +157,35 @@ def pinned(lock: Path, package: str) -> str | None:
     return None if found is None else found[1]
 
 
+def lock_toolkit(venv: Path) -> dict[str, str]:
+    """Variables with which to compile by the toolkit that the lock has installed, made whole.
+
+    CUDA's wheels hold the compiler and all headers. What linkers look for besides is made here:
+    lib64, and the runtime library by a name without its version. Another toolkit on PATH or in
+    CUDA_HOME may be partial, or of another CUDA, and is not taken.
+    """
+    [nvidia] = venv.glob("lib/python3*/site-packages/nvidia")
+    home = nvidia / "cu13"
+    links = {"lib64": "lib", "lib/libcudart.so": "libcudart.so.13"}
+    for name, target in links.items():
+        if not (home / name).exists():
+            (home / name).symlink_to(target)
+    headers = [home / "include", nvidia / "cudnn" / "include", nvidia / "nccl" / "include"]
+    path = f"{home / 'bin'}{os.pathsep}{os.environ.get('PATH', '')}"
+    home_too = {name: str(home) for name in ("CUDA_HOME", "CUDA_PATH")}
+    return {**home_too, "PATH": path, "CPATH": os.pathsep.join(map(str, headers))}
+
+
+def require_headers(python: str) -> None:
+    """Say that an interpreter has no headers. SetupError."""
+    code = "import sys, sysconfig; print(sysconfig.get_path('include')); "
+    place, version = _output(
+        [python, "-c", code + "print(*sys.version_info[:2], sep='.')"]
+    ).splitlines()
+    if not (Path(place) / "Python.h").exists():
+        raise SetupError(NO_HEADERS.format(place=place, version=version))
+
+
 def create(venv: Path, oldest: tuple[int, int]) -> None:
     """An environment of a Python that is new enough; uv brings one where this one is not."""
     version = ".".join(map(str, sys.version_info[:2]))
@@ -207,9 +238,8 @@ def require_gpu_machine() -> None:
     if name == "glibc" and tuple(map(int, version.split(".")[:2])) < GLIBC:
         raise SetupError(f"setup: glibc {version} is too old: SGLang's wheels need 2.34 or newer "
                          f"(Ubuntu 22.04, Debian 12, RHEL 9)")  # fmt: skip
-    toolkit = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin"
-    if shutil.which("nvcc") is None and not (toolkit / "nvcc").exists():
-        raise SetupError(NO_NVCC)
+    if shutil.which(os.environ.get("CXX", "g++")) is None:
+        raise SetupError(NO_COMPILER)
 
 
 def split_lock(lock: Path, *later: tuple[str, ...]) -> list[str]:
@@ -262,6 +292,7 @@ def install(venv: Path, lock: Path, machine: Machine) -> None:
         if text:
             part = venv / f"{lock.stem}-{index}.txt"
             part.write_text(text)
+            more = {**more, **lock_toolkit(venv)} if more is BUILD else more
             subprocess.run([*run, "-r", str(part)], env={**os.environ, **more}, check=True)
     subprocess.run([*command, *built, "-e", "."], check=True)
 
@@ -290,6 +321,8 @@ def main() -> int:
         if not machine.cpu_torch:
             require_gpu_machine()
         create(venv, machine.python)
+        if machine.compiled:
+            require_headers(str(venv / "bin" / "python"))
         install(venv, pins[0], machine)
         subprocess.run([str(venv / "bin" / "python"), str(COMPILE_IMPORTS)], check=True)
         check_runs(venv, machine.runs)

@@ -20,6 +20,7 @@ GPU_THREADS = 8
 checkpoints, and with a thread for each core the ranks of a node would compete."""
 ON_GPUS = {
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    "NCCL_CUMEM_ENABLE": "0",
     "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
 }

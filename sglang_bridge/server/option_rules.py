@@ -55,6 +55,8 @@ STUDENTS = _by_name(
             "ep_join_rank_offset max_ep_size enable_paged_experts paged_experts_num_resident "
             "mooncake_ib_device"
         ),
+        "its NCCL would share memory (NCCL_CUMEM_ENABLE=1) as that of the learner, which is in one "
+        "group with it, does not": "enable_symm_mem enable_kv_cache_sharding",
         "it rounds what travels between experts, to 8 bits by default, and sets student.ep": (
             "moe_a2a_backend flashinfer_a2a_dispatch_type deepep_config deepep_mode deepep_v2_mode"
         ),
@@ -138,7 +140,7 @@ EVERYBODY = _by_name(
             "enable_megamoe_for_layernorm_sp boundary_reduction load_balance_method nnodes "
             "node_rank dist_init_addr use_ray gated_launch_port pp_async_batch_depth "
             "pp_max_micro_batch_size enable_two_batch_overlap enable_single_batch_overlap "
-            "tbo_token_distribution_threshold enable_kv_cache_sharding enable_pdmux "
+            "tbo_token_distribution_threshold enable_pdmux "
             "pdmux_config_path sm_group_num optimistic_prefill_attempts "
             "disaggregation_bootstrap_port disaggregation_decode_allocation_policy "
             "disaggregation_decode_enable_offload_kvcache disaggregation_decode_enable_radix_cache "
@@ -215,7 +217,7 @@ ALLOWED = _by_name(
             "enable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend "
             "enforce_disable_flashinfer_allreduce_fusion enable_aiter_allreduce_fusion "
             "disable_aiter_allreduce_fusion_in_decode disable_aiter_allreduce_fusion_in_prefill "
-            "disable_custom_all_reduce enable_mscclpp enable_nccl_nvls enable_symm_mem "
+            "disable_custom_all_reduce enable_mscclpp enable_nccl_nvls "
             "enable_torch_symm_mem enable_fused_moe_sum_all_reduce enable_fused_qk_norm_rope "
             "enable_fp32_lm_head enable_torch_compile enable_torch_compile_debug_mode "
             "torch_compile_max_bs"

@@ -10,6 +10,7 @@ from typing import Literal
 
 from sglang_bridge.gpus import let_see
 from sglang_bridge.listening import keep_groups_on
+from sglang_bridge.toolkit import toolkit
 from sglang_bridge.weights.formats import Format
 
 SEED_VARIABLE = "SGLANG_BRIDGE_SEED"
@@ -186,6 +187,9 @@ def server_env(
             env[name] = value
     if spec.gpus is not None:
         let_see(env, spec.gpus)
+    compiles = toolkit(env)
+    if compiles is not None:
+        env.setdefault("CUDA_HOME", str(compiles))
     keep_groups_on(spec.host, env, spec.interface)
     env["OMP_NUM_THREADS"] = str(spec.threads)
     if spec.threads > 1:

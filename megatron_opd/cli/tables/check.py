@@ -5,6 +5,8 @@ It validates what can be validated without starting anything, then prints the pl
 
 from __future__ import annotations
 
+import os
+
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -39,12 +41,18 @@ from megatron_opd.losses.formulas import formula
 from megatron_opd.records.drops import DROPS
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge import open_files
+from sglang_bridge.toolkit import toolkit
 
 # Files that a controller has open before it connects to anything: measured 60, rounded up.
 OWN_FILES = 128
 PER_SERVER_FILES, PER_RANK_FILES = 8, 4
 
 FIRST_ROWS = 64
+NO_TOOLKIT = (
+    "nothing: no nvcc in CUDA_HOME, beside this program or in /usr/local/cuda. SGLang compiles "
+    "kernels when a server first starts; install requirements/gpu.lock (make setup-gpu), or set "
+    "CUDA_HOME"
+)
 # GB/s of a 400 Gb/s network card
 LINK_GBS = 50.0
 
@@ -152,6 +160,9 @@ def kernel_rows(config: Config, *, moe: bool) -> list[tuple[str, str]]:
         how = "fused" if given else "not fused"
         key = "learner.megatron.gradient_accumulation_fusion"
         rows["weight gradients here"] = f"{how}, as {key} says"
+    if cuda:
+        found = toolkit(os.environ)
+        rows["servers compile by"] = NO_TOOLKIT if found is None else str(found / "bin" / "nvcc")
     return list(rows.items())
 
 

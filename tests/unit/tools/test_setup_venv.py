@@ -224,6 +224,23 @@ ENGINE = {
 }
 
 
+# Compiler, headers and libraries of CUDA, as its wheels lay them out.
+TOOLKIT = {
+    "nvidia/cu13/bin/nvcc": "#!/bin/sh\n",
+    "nvidia/cu13/include/cuda.h": "",
+    "nvidia/cu13/lib/libcudart.so.13": "",
+}
+COMPILES_BY_IT = """
+import os, shutil, torch
+home = os.environ["CUDA_HOME"]
+assert home.endswith("site-packages/nvidia/cu13"), home
+assert os.environ["CUDA_PATH"] == home
+assert shutil.which("nvcc") == home + "/bin/nvcc", shutil.which("nvcc")
+assert os.path.exists(home + "/lib64/libcudart.so")
+assert os.environ["CPATH"].split(":")[1].endswith("nvidia/cudnn/include")
+"""
+
+
 @pytest.mark.parametrize("loads", [True, False])
 def test_the_gpu_set_up_compiles_last_against_the_torch_that_it_installed(
     tmp_path: Path, loads: bool
@@ -232,22 +249,27 @@ def test_the_gpu_set_up_compiles_last_against_the_torch_that_it_installed(
     name = "transformer-engine-torch"
     extension = "transformer_engine/wheel_lib/transformer_engine_torch.so"
     module = extension if loads else "elsewhere.so"
-    source = write_sdist(machine.index / name, name, "2.11.0", "import torch", module)
+    source = write_sdist(machine.index / name, name, "2.11.0", COMPILES_BY_IT, module)
     package = "transformer-engine"
     wheel = write_wheel(machine.index / package, package, "2.11.0", files=ENGINE)
+    nvcc = "nvidia-cuda-nvcc"
     wheels = [
         *(machine.index / "torch").glob("*.whl"),
         *(machine.index / "soundfile").glob("*"),
         wheel,
+        write_wheel(machine.index / nvcc, nvcc, "13.5", files=TOOLKIT),
     ]
-    pins = [f"torch=={VERSION}", "soundfile==1.0", f"{package}==2.11.0"]
+    pins = [f"torch=={VERSION}", "soundfile==1.0", f"{package}==2.11.0", f"{nvcc}==13.5"]
     lock = [f"{pin} \\\n    {hash_of(path)}" for pin, path in zip(pins, wheels, strict=True)]
     lock.insert(0, f"{name}==2.11.0 \\\n    {hash_of(source)}")
     [uv] = (machine.index / "uv").glob("*")
     machine.lock.write_text("\n".join([*lock, f"uv==0.1 \\\n    {hash_of(uv)}\n"]))
-    (tmp_path / "cuda" / "bin").mkdir(parents=True)
-    (tmp_path / "cuda" / "bin" / "nvcc").touch()
-    found = machine.setup(CUDA_HOME=str(tmp_path / "cuda"))
+    partial = tmp_path / "cuda" / "bin"  # without headers, and first on PATH
+    partial.mkdir(parents=True)
+    (partial / "nvcc").write_text("#!/bin/sh\n")
+    (partial / "nvcc").chmod(0o755)
+    path = f"{partial}{os.pathsep}{os.environ['PATH']}"
+    found = machine.setup(CUDA_HOME=str(tmp_path / "cuda"), PATH=path)
     assert machine.versions() == VERSION, "the index's CUDA build"
     assert (machine.venv / setup_venv.STAMP).exists() == loads
     if loads:
@@ -264,7 +286,7 @@ def test_the_gpu_set_up_compiles_last_against_the_torch_that_it_installed(
         ({"system": "darwin"}, "is for Linux x86-64, this is darwin x86_64"),
         ({"machine": "aarch64"}, "is for Linux x86-64, this is linux aarch64"),
         ({"libc": ("glibc", "2.31")}, "glibc 2.31 is too old: SGLang's wheels need 2.34"),
-        ({}, r"no CUDA compiler \(nvcc\) was found"),
+        ({}, r"no C\+\+ compiler \(g\+\+\) was found on PATH"),
     ],
     ids=str,
 )
@@ -272,13 +294,19 @@ def test_what_a_gpu_machine_lacks_is_said_before_anything_is_fetched(
     change: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     found = {"system": "linux", "machine": "x86_64", "libc": ("glibc", "2.39")} | change
-    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(setup_venv.sys, "platform", found["system"])
     monkeypatch.setattr(setup_venv.platform, "machine", lambda: found["machine"])
     monkeypatch.setattr(setup_venv.platform, "libc_ver", lambda: found["libc"])
     with pytest.raises(SetupError, match=message):
         require_gpu_machine()
+
+
+def test_an_interpreter_without_headers_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    setup_venv.require_headers(sys.executable)
+    monkeypatch.setattr(setup_venv, "_output", lambda command: f"{tmp_path}\n3.12")
+    with pytest.raises(SetupError, match=r"headers are missing .*Install python3\.12-dev"):
+        setup_venv.require_headers(sys.executable)
 
 
 def test_a_package_s_hashes_stay_with_it(tmp_path: Path):

@@ -6,6 +6,7 @@ import inspect
 import multiprocessing
 import os
 import pkgutil
+import re
 import socket
 import tempfile
 from fnmatch import fnmatch
@@ -17,9 +18,10 @@ import pytest
 import torch
 from sglang.srt import runtime_context
 
+from megatron_opd.launch.specs import ON_GPUS
 from sglang_bridge import wire
 from sglang_bridge.ports import free_port
-from sglang_bridge.server import options
+from sglang_bridge.server import option_rules, options
 from sglang_bridge.server.compat import batches, hooks, ranks, startup
 from sglang_bridge.server.entry import offer_standins
 from tests.support.sockets import listening, open_to_others
@@ -415,3 +417,24 @@ def test_seeds_of_a_batch(monkeypatch: pytest.MonkeyPatch):
     assert batches.batch_seeds(batch(3, spec_algorithm=speculative)) is None
     monkeypatch.setattr(ranks, "is_deterministic", lambda: True)
     assert batches.batch_seeds(batch(3)) is None, "SGLang has them"
+
+
+def test_nccl_shares_memory_in_one_way_on_both_sides():
+    """A group of ranks of both needs it; SGLang decides it for its own processes."""
+    from sglang.srt.entrypoints import engine
+
+    source = inspect.getsource(engine._set_envs_and_config)
+    named = set(re.findall(r'"(NCCL_\w+)"', source))
+    assert named == {
+        "NCCL_CUMEM_ENABLE",
+        "NCCL_GRAPH_MIXING_SUPPORT",
+        "NCCL_MNNVL_ENABLE",  # servers of several nodes, which this project does not start
+        "NCCL_NVLS_ENABLE",
+    }
+    decides = re.search(r'os.environ\["NCCL_CUMEM_ENABLE"\] = str\((.*?)\)\n', source, re.DOTALL)
+    assert decides is not None
+    asked = re.findall(r"[a-z_]{6,}", decides[1])
+    assert asked == ["enable_symm_mem", "kv_shard_symmetric_scratch"]
+    for setting in ("enable_symm_mem", "enable_kv_cache_sharding"):
+        assert option_rules.why_refused(setting, "student") is not None
+    assert ON_GPUS["NCCL_CUMEM_ENABLE"] == "0"
