@@ -20,6 +20,7 @@ from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import expected_tensors
 from sglang_bridge.errors import some
+from sglang_bridge.weights.checkpoint_formats import CheckpointFormat
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -56,6 +57,18 @@ class StoredTensor:
     def num_bytes(self) -> int:
         """Count the bytes of its data."""
         return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class CodedTensor(StoredTensor):
+    """Locates a quantised tensor: its numbers and scales; dtype and shape are the plain tensor's.
+
+    file and offset are those of its numbers.
+    """
+
+    format: CheckpointFormat
+    numbers: StoredTensor
+    scales: StoredTensor
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -118,6 +131,14 @@ def same_data(one: StoredTensor, other: StoredTensor) -> bool:
     """Return whether two tensors are equal in type, shape and every byte. May raise OSError."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
+    if isinstance(one, CodedTensor) or isinstance(other, CodedTensor):
+        return (
+            isinstance(one, CodedTensor)
+            and isinstance(other, CodedTensor)
+            and one.format == other.format
+            and same_data(one.numbers, other.numbers)
+            and same_data(one.scales, other.scales)
+        )
     with one.file.open("rb") as first, other.file.open("rb") as second:
         first.seek(one.offset)
         second.seek(other.offset)
@@ -215,6 +236,8 @@ def find(tensors: Mapping[str, StoredTensor], name: str) -> StoredTensor | None:
     whole = tensors[other.name]
     if other.index is None:
         return whole
+    if isinstance(whole, CodedTensor):
+        return None
     if len(whole.shape) != 3 or other.index >= whole.shape[0] or whole.shape[1] % other.parts:
         return None
     one = replace(whole, shape=whole.shape[1:])

@@ -12,29 +12,33 @@ from pathlib import Path
 import torch
 
 from megatron_opd.checkpoint.hf_files import (
+    DTYPE_BITS,
     INDEX,
-    ITEM_BYTES,
     SINGLE,
+    CodedTensor,
     StoredTensor,
     check_dtype,
     check_shape,
     find,
-    stored_tensors,
 )
+from megatron_opd.checkpoint.hf_formats import format_of, model_tensors
+from sglang_bridge.weights.dequantise import from_fp8, from_mxfp4
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_CODED = {"F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
 
 
 class SafetensorsSource:
     """Reads a Hugging Face checkpoint: one model.safetensors, or several with an index.
 
-    ValueError: see hf_files.stored_tensors.
+    Quantised tensors are de-quantised as they are read. ValueError: see hf_files.stored_tensors and
+    hf_formats.model_tensors.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.tensors = stored_tensors(path)
+        self.tensors = model_tensors(path)
 
     @staticmethod
     def exists(path: Path) -> bool:
@@ -65,16 +69,30 @@ class SafetensorsSource:
         return DTYPES[stored.dtype]
 
 
+def converted_dtype(path: Path, dtype: torch.dtype | None) -> torch.dtype | None:
+    """Return what a conversion of the checkpoint casts to: of a quantised one, by default bfloat16.
+
+    None: every tensor keeps its own. ValueError: see hf_formats.format_of.
+    """
+    return torch.bfloat16 if dtype is None and format_of(path) is not None else dtype
+
+
 def read_rows(stored: StoredTensor, start: int, length: int) -> torch.Tensor:
     """Read rows [start, start + length) of dimension 0, into memory of their own.
 
-    ValueError: the file ends before they do.
+    Of a quantised tensor no more is read than these rows and their scales. ValueError: the file
+    ends before they do.
     """
+    if isinstance(stored, CodedTensor):
+        numbers = read_rows(stored.numbers, start, length)
+        if stored.format.method == "mxfp4":
+            return from_mxfp4(numbers, read_rows(stored.scales, start, length))
+        return _fp8_rows(stored, numbers, start)
     shape = (length, *stored.shape[1:])
-    out = torch.empty(shape, dtype=DTYPES[stored.dtype])
+    out = torch.empty(shape, dtype=(DTYPES | _CODED)[stored.dtype])
     if out.numel() == 0:
         return out
-    row_bytes = out[0].numel() * ITEM_BYTES[stored.dtype]
+    row_bytes = out[0].numel() * DTYPE_BITS[stored.dtype] // 8
     view = out.view(-1).view(torch.uint8).numpy().data
     position, done = stored.offset + start * row_bytes, 0
     with stored.file.open("rb", buffering=0) as stream:
@@ -84,3 +102,11 @@ def read_rows(stored: StoredTensor, start: int, length: int) -> torch.Tensor:
                 raise ValueError(f"{stored.file} ends before its tensors do")
             done += count
     return out
+
+
+def _fp8_rows(stored: CodedTensor, numbers: torch.Tensor, start: int) -> torch.Tensor:
+    """De-quantise rows that begin at `start`."""
+    height = stored.format.block[0]
+    first, end = start // height, -(-(start + len(numbers)) // height)
+    scales = read_rows(stored.scales, first, end - first)
+    return from_fp8(numbers, scales, stored.format.block, start - first * height)

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from megatron_opd.checkpoint.convert import load_weights
+from megatron_opd.checkpoint.hf_reader import converted_dtype
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.attention import Packing
@@ -48,10 +49,14 @@ def learner_logits(
 
 
 def transformers_logits(path: Path, ids_1S: torch.Tensor) -> torch.Tensor:
-    """Return float32 [S, V] of one sequence."""
+    """Return float32 [S, V] of one sequence.
+
+    A quantised checkpoint is rounded to bfloat16, as a conversion of it is.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    kind = converted_dtype(path, None) or torch.float32
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=kind, local_files_only=True).float()
     with torch.no_grad():
         return model(ids_1S).logits[0]
 
