@@ -32,12 +32,16 @@ def format_of(path: Path) -> CheckpointFormat | None:
     """
     file = path / "config.json"
     config = read_config(file) if file.is_file() else {}
-    if not any(config.get(key) for key in CONFIG_KEYS) and (path / MODELOPT).is_file():
-        raise ValueError(f"{path} is quantised as {MODELOPT} says: {REMEDY}")
     try:
         return checkpoint_format(config)
     except ValueError as error:
         raise ValueError(f"{file}: {error}") from None
+
+
+def require_known(path: Path) -> None:
+    """Raise ValueError, one line, for matrices in a format that is not de-quantised here."""
+    if format_of(path) is None and (path / MODELOPT).is_file():
+        raise ValueError(f"{path} is quantised as {MODELOPT} says: {REMEDY}")
 
 
 def is_quantised(path: Path) -> bool:

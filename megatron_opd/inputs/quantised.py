@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_opd.checkpoint.hf_formats import format_of
+from megatron_opd.checkpoint.hf_formats import require_known
 from megatron_opd.config.roles import STUDENT, Role
 from megatron_opd.config.servers import Trust
 from megatron_opd.errors import UserError
@@ -19,7 +19,7 @@ def check_format(path: Path, key: str, trust: Trust) -> None:
     if trust == "any":
         return
     try:
-        format_of(path)
+        require_known(path)
     except ValueError as error:
         raise UserError(
             f"{key}: {error}; on GPUs, trust: any serves it by SGLang's own kernels"

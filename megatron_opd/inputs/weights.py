@@ -19,7 +19,13 @@ from megatron_opd.checkpoint.hf_files import (
     stored_tensors,
     unread_tensors,
 )
-from megatron_opd.checkpoint.hf_formats import format_of, is_quantised, model_tensors, presented
+from megatron_opd.checkpoint.hf_formats import (
+    format_of,
+    is_quantised,
+    model_tensors,
+    presented,
+    require_known,
+)
 from megatron_opd.errors import UserError
 from megatron_opd.models.file_kinds import other_kind
 from megatron_opd.models.spec import ModelSpec
@@ -52,6 +58,7 @@ def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
     Only headers are read, but where two copies of something must be equal.
     """
     try:
+        require_known(path)
         tensors = model_tensors(path)
         for name in expected_tensors(spec):
             stored = find(tensors, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_opd.checkpoint.hf_formats import format_of
+from megatron_opd.checkpoint.hf_formats import require_known
 from megatron_opd.config.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
@@ -106,7 +106,7 @@ def _check_for_device(spec: ServerSpec, role: Role) -> None:
 def _check_format(model: Path, key: str) -> None:
     """Raise UserError for a format of quantised matrices that no server on a CPU holds."""
     try:
-        format_of(model)
+        require_known(model)
     except ValueError as error:
         raise UserError(f"{key}: {error}") from None
 
