@@ -105,7 +105,7 @@ def read_rows(stored: StoredTensor, start: int, length: int) -> torch.Tensor:
 
 
 def _fp8_rows(stored: CodedTensor, numbers: torch.Tensor, start: int) -> torch.Tensor:
-    """De-quantise rows that begin at `start`."""
+    """Return the rows that begin at `start`, de-quantised."""
     height = stored.format.block[0]
     first, end = start // height, -(-(start + len(numbers)) // height)
     scales = read_rows(stored.scales, first, end - first)

@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from megatron_opd.checkpoint.convert import load_weights
-from megatron_opd.checkpoint.hf_reader import SafetensorsSource, converted_dtype, read_rows
+from megatron_opd.checkpoint.hf_formats import model_tensors
+from megatron_opd.checkpoint.hf_reader import converted_dtype, read_rows
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.attention import Packing
@@ -74,8 +75,8 @@ def of_quantised(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
     """
     import transformers
 
-    source = SafetensorsSource(path)
-    state = {name: read_rows(each, 0, each.shape[0]) for name, each in source.tensors.items()}
+    stored = model_tensors(path)
+    state = {name: read_rows(each, 0, each.shape[0]) for name, each in stored.items()}
     config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     del config.quantization_config
     kind = getattr(transformers, config.architectures[0])

@@ -1,4 +1,4 @@
-"""De-quantises the matrices of published checkpoints, bit for bit as transformers 5 does.
+"""Turns quantised matrices of published checkpoints into plain ones, to transformers' bits.
 
 Reference: transformers.integrations.finegrained_fp8.Fp8Dequantize and
 transformers.integrations.mxfp4.convert_moe_packed_tensors. Unlike the first, a last block may hold

@@ -8,11 +8,11 @@ import torch
 
 from megatron_opd.learner.verify import of_quantised
 from tests.e2e.conftest import running, tiny_spec
+from tests.support.coded_models import as_fp8
 from tests.support.families import SERVED, make
 from tests.support.family_errors import ARGUMENTS, ask, errors, seen
 from tests.support.figures import bounded
 from tests.support.oracles import load_reference
-from tests.support.quantised import as_fp8
 
 pytestmark = pytest.mark.e2e
 

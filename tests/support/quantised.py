@@ -1,73 +1,66 @@
-"""Tiny checkpoints whose matrices are quantised as published ones are, made of plain ones."""
+"""What quantised servers must hold, computed without the code under test."""
 
-import json
-import shutil
-from pathlib import Path
+from collections.abc import Mapping
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from sglang_bridge.weights.checkpoint_formats import MX_BLOCK
-from sglang_bridge.weights.dequantise import EXPONENT_BIAS, FP4
+from sglang_bridge.weights.formats import Format
 
-PLAIN = ("embed_tokens", "lm_head", "mlp.gate.", "norm", "router")
-"""Parts of names of tensors that published files do not quantise."""
-SINGLE = "model.safetensors"
-
-
-def as_fp8(
-    source: Path,
-    target: Path,
-    block: tuple[int, int] = (32, 32),
-    scales: torch.dtype = torch.float32,
-) -> Path:
-    """Writes `source` with its matrices in fp8 blocks; returns `target`. scales: their dtype."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(source / SINGLE).items():
-        if tensor.ndim != 2 or any(part in name for part in PLAIN):
-            tensors[name] = tensor
-            continue
-        largest = torch.finfo(torch.float8_e4m3fn).max
-        of_block = torch.stack(
-            [
-                torch.stack([part.abs().max() / largest for part in rows.split(block[1], 1)])
-                for rows in tensor.float().split(block[0], 0)
-            ]
-        ).to(scales)
-        each = of_block.float().repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-        each = each[: tensor.shape[0], : tensor.shape[1]]
-        steps = (tensor.float() / each).clamp(-largest, largest)
-        tensors[name] = steps.to(torch.float8_e4m3fn)
-        tensors[f"{name}_scale_inv"] = of_block
-    described = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    return _written(source, target, tensors, described | {"weight_block_size": list(block)})
+LARGEST = {"int8": 127.0, "fp8": 448.0}
+KEPT = ("embed_tokens", "lm_head", "mlp.gate.", "_gate.", "block_sparse_moe.gate.", "norm", "bias")
+FP8_VALUES = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).double()
+"""What each byte stands for; NaN at 127 and 255."""
 
 
-def as_mxfp4(source: Path, target: Path) -> Path:
-    """Writes `source`, whose experts [E, C, R] are transposed, with those in MXFP4."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_file(source / SINGLE).items():
-        if tensor.ndim != 3:
-            tensors[name] = tensor
-            continue
-        rows = tensor.float().transpose(1, 2)
-        groups = rows.reshape(*rows.shape[:2], -1, MX_BLOCK)
-        exponents = (groups.abs().amax(-1) / FP4[-1]).log2().ceil().clamp(-100, 100)
-        steps = groups / exponents.exp2().unsqueeze(-1)
-        nearest = (steps.abs().unsqueeze(-1) - torch.tensor(FP4)).abs().argmin(-1)
-        codes = (nearest + 8 * (steps < 0)).to(torch.uint8)
-        tensors[f"{name}_blocks"] = codes[..., 0::2] | (codes[..., 1::2] << 4)
-        tensors[f"{name}_scales"] = (exponents + EXPONENT_BIAS).to(torch.uint8)
-    return _written(source, target, tensors, {"quant_method": "mxfp4"})
+def quantised_oracle(weight: torch.Tensor, format: Format) -> tuple[torch.Tensor, torch.Tensor]:
+    """(numbers, scales) of a matrix: the nearest value of the grid, ties to the even one.
+
+    Scales and quotients are rounded to float32 as the definition says, everything else is float64.
+    """
+    largest = weight.double().abs().amax(1, keepdim=True)
+    scales = (largest / LARGEST[format]).float().clamp(min=torch.finfo(torch.float32).tiny)
+    steps = (weight.double() / scales.double()).float().double()
+    steps = steps.clamp(-LARGEST[format], LARGEST[format])
+    if format == "int8":
+        return steps.round().to(torch.int8), scales
+    return _nearest_fp8(steps), scales
 
 
-def _written(
-    source: Path, target: Path, tensors: dict[str, torch.Tensor], described: dict[str, object]
-) -> Path:
-    shutil.copytree(source, target)
-    kept = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    save_file(kept, target / SINGLE, {"format": "pt"})
-    config = json.loads((source / "config.json").read_text())
-    config["quantization_config"] = described
-    (target / "config.json").write_text(json.dumps(config))
-    return target
+def _nearest_fp8(steps: torch.Tensor) -> torch.Tensor:
+    """The nearer of the two magnitudes around each; the sign, also that of -0, is kept."""
+    magnitudes, exact = FP8_VALUES[:127], steps.abs()
+    high = torch.searchsorted(magnitudes, exact).clamp(1, 126)
+    to_low, to_high = exact - magnitudes[high - 1], magnitudes[high] - exact
+    takes_high = (to_high < to_low) | ((to_high == to_low) & (high % 2 == 0))
+    chosen = torch.where(takes_high, high, high - 1)
+    return (chosen + 128 * torch.signbit(steps)).to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+def is_kept(name: str) -> bool:
+    """Whether a tensor stays as it is."""
+    return any(part in name for part in KEPT)
+
+
+def held_oracle(
+    tensors: Mapping[str, torch.Tensor], format: Format, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """All that a server of `dtype` holds of a checkpoint, whole, by name."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        if is_kept(name):
+            found[name] = tensor.to(dtype)
+        else:
+            numbers, scales = quantised_oracle(tensor.to(dtype), format)
+            found |= {name: numbers, f"{name}_scale": scales}
+    return found
+
+
+def dequantised_oracle(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights that a server computes with, float32, under the checkpoint's names."""
+    return {
+        name: (tensor.double() * held[f"{name}_scale"].double()).float()
+        if f"{name}_scale" in held
+        else tensor.float()
+        for name, tensor in held.items()
+        if not name.endswith("_scale")
+    }

@@ -12,8 +12,8 @@ from megatron_opd.config.servers import ServerConfig
 from megatron_opd.inputs.model_facts import read_served
 from megatron_opd.sizing.servers import server_memory
 from tests.support.cli_cases import call, refused
+from tests.support.coded_models import SINGLE, as_fp8
 from tests.support.models import tiny_qwen3
-from tests.support.quantised import SINGLE, as_fp8
 
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [32, 32]}
 REMEDY = "give the checkpoint that it was made from"
