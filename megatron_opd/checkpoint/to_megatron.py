@@ -52,7 +52,7 @@ def hf_to_megatron(
     """
     spec = read_model_spec(source)
     spec.check_parallel(parallel)
-    tensors = SafetensorsSource(source)
+    tensors = SafetensorsSource(source, spec)
     check_tensors(tensors.tensors, spec, source)
     keys = list(model_keys(spec))
     sizes = {

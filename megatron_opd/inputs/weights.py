@@ -15,14 +15,13 @@ from megatron_opd.checkpoint.hf_files import (
     check_complete,
     check_dtype,
     check_tied,
-    find,
+    files_tensors,
     stored_tensors,
     unread_tensors,
 )
 from megatron_opd.errors import UserError
 from megatron_opd.models.file_kinds import other_kind
 from megatron_opd.models.spec import ModelSpec, read_config
-from megatron_opd.models.tensors import expected_tensors
 from sglang_bridge.errors import some
 
 MODELOPT = "hf_quant_config.json"
@@ -49,10 +48,9 @@ def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
     """
     try:
         tensors = stored_tensors(path)
-        for name in expected_tensors(spec):
-            stored = find(tensors, name)
-            if stored is not None:
-                check_dtype(stored, path, name)
+        for name in files_tensors(tensors, spec):
+            if name in tensors:
+                check_dtype(tensors[name], path, name)
         if is_quantised(path):
             raise ValueError(
                 f"{path} is described as quantised, which no learner takes: give the checkpoint "
