@@ -7,6 +7,7 @@ needs them back, and a converter promises a bound.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,9 +20,11 @@ from megatron_opd.checkpoint.hf_files import (
     StoredTensor,
     check_dtype,
     check_shape,
-    find,
 )
 from megatron_opd.checkpoint.hf_formats import format_of, model_tensors
+from megatron_opd.checkpoint.packing import part_of
+from megatron_opd.models.places import Place, places
+from megatron_opd.models.spec import ModelSpec
 from sglang_bridge.weights.dequantise import from_fp8, from_mxfp4
 
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -36,9 +39,10 @@ class SafetensorsSource:
     hf_formats.model_tensors.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, spec: ModelSpec) -> None:
         self.path = path
         self.tensors = model_tensors(path)
+        self._places = places(spec, self.tensors)
 
     @staticmethod
     def exists(path: Path) -> bool:
@@ -52,21 +56,46 @@ class SafetensorsSource:
 
         ValueError: the tensor is missing, or has another shape or a wrong dtype.
         """
-        stored = find(self.tensors, name)
-        if stored is None:
-            raise ValueError(f"checkpoint {self.path} lacks the tensor {name}")
-        check_shape(stored, shape, self.path, name)
-        check_dtype(stored, self.path, name)
-        if dim > 0:
-            # Strided in the file: the rows are read whole.
-            return read_rows(stored, 0, shape[0]).narrow(dim, start, length)
-        return read_rows(stored, start, length)
+        place = self._places.get(name)
+        if place is None or place.name not in self.tensors:
+            missing = name if place is None else place.name
+            raise ValueError(f"checkpoint {self.path} lacks the tensor {missing}")
+        assert place.part == shape, (name, place.part, shape)
+        stored = self.tensors[place.name]
+        check_shape(stored, place.shape, self.path, place.name)
+        check_dtype(stored, self.path, place.name)
+        return _read_slice(stored, place, dim, start, length)
 
     def dtype_of(self, name: str) -> torch.dtype:
         """Tell the type of a tensor that exists."""
-        stored = find(self.tensors, name)
-        assert stored is not None, name
-        return DTYPES[stored.dtype]
+        return DTYPES[self.tensors[self._places[name].name].dtype]
+
+
+def _read_slice(
+    stored: StoredTensor, place: Place, dim: int, start: int, length: int
+) -> torch.Tensor:
+    """Read [start, start + length) of dimension `dim` of the tensor that lies at `place`.
+
+    Of a file only a range of rows is read. What is strided within it is taken from that.
+    """
+    if place.index is not None and isinstance(stored, CodedTensor):
+        whole = read_rows(stored, place.index, 1)[0]
+        return part_of(whole, replace(place, index=None)).narrow(dim, start, length)
+    if place.index is not None:
+        one = replace(stored, shape=stored.shape[1:])
+        stored = replace(one, offset=one.offset + place.index * one.num_bytes)
+    if place.transposed and dim == 1:
+        rows = read_rows(stored, start, length)
+        return part_of(rows, replace(place, index=None))
+    if place.transposed:
+        rows = read_rows(stored, 0, stored.shape[0])
+        return part_of(rows, replace(place, index=None)).narrow(0, start, length)
+    first, count = (start, length) if dim == 0 else (0, place.part[0])
+    if count == 0:
+        return read_rows(stored, 0, 0)
+    span = place.step * (count - 1) + 1
+    rows = read_rows(stored, place.start + place.step * first, span)[:: place.step]
+    return rows if dim == 0 else rows.narrow(dim, start, length)
 
 
 def converted_dtype(path: Path, dtype: torch.dtype | None) -> torch.dtype | None:

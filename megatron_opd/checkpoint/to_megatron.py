@@ -54,7 +54,7 @@ def hf_to_megatron(
     dtype = converted_dtype(source, dtype)
     spec = read_model_spec(source)
     spec.check_parallel(parallel)
-    tensors = SafetensorsSource(source)
+    tensors = SafetensorsSource(source, spec)
     check_tensors(tensors.tensors, spec, source)
     keys = list(model_keys(spec))
     sizes = {

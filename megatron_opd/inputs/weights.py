@@ -15,7 +15,7 @@ from megatron_opd.checkpoint.hf_files import (
     check_complete,
     check_dtype,
     check_tied,
-    find,
+    files_tensors,
     stored_tensors,
     unread_tensors,
 )
@@ -29,7 +29,6 @@ from megatron_opd.checkpoint.hf_formats import (
 from megatron_opd.errors import UserError
 from megatron_opd.models.file_kinds import other_kind
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.models.tensors import expected_tensors
 from sglang_bridge.errors import some
 from sglang_bridge.weights.checkpoint_formats import CheckpointFormat
 
@@ -60,10 +59,9 @@ def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
     try:
         require_known(path)
         tensors = model_tensors(path)
-        for name in expected_tensors(spec):
-            stored = find(tensors, name)
-            if stored is not None:
-                check_dtype(stored, path, name)
+        for name in files_tensors(tensors, spec):
+            if name in tensors:
+                check_dtype(tensors[name], path, name)
         check_complete(tensors, spec, path)
     except ValueError as error:
         raise UserError(f"{key}: {error}") from None
