@@ -45,7 +45,7 @@ def source_of(path: Path, spec: ModelSpec, seed: int | None) -> TensorSource:
     ValueError: no weights and no seed, or tensors that are not all of the model's.
     """
     if SafetensorsSource.exists(path):
-        source = SafetensorsSource(path)
+        source = SafetensorsSource(path, spec)
         check_complete(source.tensors, spec, path)
         return source
     if MegatronSource.exists(path):

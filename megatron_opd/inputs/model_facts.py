@@ -8,15 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_opd.checkpoint.hf_files import DTYPE_BITS, HEAD, ITEM_BYTES
+from megatron_opd.checkpoint.hf_files import (
+    DTYPE_BITS,
+    HEAD,
+    ITEM_BYTES,
+    CodedTensor,
+    StoredTensor,
+)
 from megatron_opd.config.roles import STUDENT, Role
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig, Trust
 from megatron_opd.config.wording import shown
 from megatron_opd.errors import UserError, checked
+from megatron_opd.inputs.quantised import check_format
 from megatron_opd.inputs.served_rules import (
     MEASURED,
     ExactUpTo,
@@ -153,6 +161,7 @@ def read_served(path: Path, key: str, trust: Trust = "measured") -> ServedFacts:
         raise UserError(f"{key}: {where} lacks the key {error}") from None
     except ValueError as error:
         raise UserError(f"{key}: {where}: {error}") from None
+    check_format(path, key, trust)
     if has_weights(path):
         size = ModelSize(tensors=_kinds(path, key, raw), **numbers)
     elif raw.get("model_type") in FAMILIES:
@@ -271,12 +280,23 @@ def _count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
 
 def _kinds(path: Path, key: str, raw: dict[str, Any]) -> tuple[TensorKind, ...]:
     """Return what a server holds of the files: a tied head is the embedding."""
-    plain, tied = (*ITEM_BYTES, "F64"), raw.get("tie_word_embeddings") is True
+    tied = raw.get("tie_word_embeddings") is True
     return kinds_of(
-        (name, each.shape, None if each.dtype in plain else DTYPE_BITS[each.dtype])
+        (name, each.shape, _kept_bits(each))
         for name, each in served_tensors(path, key, raw).items()
         if not (tied and name == HEAD)
     )
+
+
+def _kept_bits(stored: StoredTensor) -> float | None:
+    """Return the bits of a number that a server keeps as the file has it, with its scale's share.
+
+    None: it is held in the server's dtype.
+    """
+    if isinstance(stored, CodedTensor):
+        held = stored.numbers.num_bytes + stored.scales.num_bytes
+        return 8 * held / max(1, prod(stored.shape))
+    return None if stored.dtype in (*ITEM_BYTES, "F64") else DTYPE_BITS[stored.dtype]
 
 
 def check_servable(key: str, spec: ModelSpec) -> None:

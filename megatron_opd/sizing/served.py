@@ -24,14 +24,15 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 class TensorKind:
     """Describes `count` tensors of one shape. name: theirs, with N for each number.
 
-    bits: of a number as it is stored, where a server keeps it so (a quantised checkpoint's); None:
-    the server's dtype has a say. exact: servers hold them in float32, whatever their dtype.
+    bits: of a number as it is stored, with its share of a scale, where a server keeps it so (a
+    quantised checkpoint's); None: the server's dtype has a say. exact: servers hold them in
+    float32, whatever their dtype.
     """
 
     name: str
     shape: Shape
     count: int
-    bits: int | None = None
+    bits: float | None = None
     exact: bool = False
 
     @property
@@ -134,7 +135,7 @@ def _size_of_spec(spec: ModelSpec) -> ModelSize:
     )
 
 
-def kinds_of(stored: Iterable[tuple[str, Shape, int | None]]) -> tuple[TensorKind, ...]:
+def kinds_of(stored: Iterable[tuple[str, Shape, float | None]]) -> tuple[TensorKind, ...]:
     """Return the kinds of tensors given by name, shape and bits (see TensorKind)."""
     counts = Counter((_NUMBER.sub(".N", name), shape, bits) for name, shape, bits in stored)
     return tuple(TensorKind(*each[:2], count, each[2]) for each, count in counts.items())

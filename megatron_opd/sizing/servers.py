@@ -67,7 +67,7 @@ def weight_bytes(model: Sized, section: ServerConfig) -> int:
         held *= 2 if kind.name.endswith(COPIED) else 1
         quantised = section.quantization is not None and is_quantised(kind.name, len(kind.shape))
         if kind.bits is not None:
-            total += held * kind.bits // 8
+            total += int(held * kind.bits) // 8
         elif not quantised:
             total += held * sizes[EXACT if kind.exact else PLAIN]
         else:

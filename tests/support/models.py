@@ -24,6 +24,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -231,6 +233,16 @@ def tiny_mistral(path: Path, *, seed: int = 0, head_std: float = 2.0, **override
     """Writes a random Mistral checkpoint (float32) to `path` and returns it."""
     config = MistralConfig(**_without_attention_bias({"sliding_window": None} | overrides))
     model = MistralForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
+def tiny_phi3(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random Phi-4 checkpoint (float32, fused projections, half of a head turns)."""
+    fields = _shared_config(partial_rotary_factor=0.5) | overrides
+    fields.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+    config = Phi3Config(**fields)
+    model = Phi3ForCausalLM(config).float()
     _randomise(model, seed, head_std)
     return _save(model, path, config.vocab_size)
 

@@ -172,6 +172,23 @@ def shared_expert_rows(name: str, gate: str | None = None) -> tuple[Row, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """Describes a tensor of a layer in which a file holds several, all matrices or all vectors.
+
+    name: the file's, relative to the layer. parts: the tensors in it, of Row.hf, in
+    the order in which their rows lie. experts: of every expert, along a leading dimension; parts
+    then say `{e}`. transposed: matrices lie as [in, out], where nn.Linear has [out, in].
+    interleaved: parts, equally high, take turns row by row.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    experts: bool = False
+    transposed: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Describes an architecture: `top` holds tensors outside the layers, `layer` those inside.
 
@@ -183,7 +200,8 @@ class Family:
     class's own, and one that transformers takes for it. sums_topk_to_one: the router always scales
     the chosen experts' weights to a sum of one, which other families' norm_topk_prob tells.
     end_token: what transformers takes for a config.json without eos_token_id. heads_fill_hidden:
-    transformers wants num_attention_heads to divide hidden_size.
+    transformers wants num_attention_heads to divide hidden_size. packed: tensors in which published
+    files, and so exports, hold several.
 
     defaults: what transformers takes for a key that is absent. null is another matter: where it is
     no value of the key, transformers refuses the file. optional_biases: those that attention_bias
@@ -216,6 +234,7 @@ class Family:
     end_token: int | None = None
     heads_fill_hidden: bool = False
     top: tuple[Row, ...] = TOP
+    packed: tuple[Packed, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
     optional_biases: tuple[Row, ...] = BIASES
     theta: float = 1e4

@@ -9,6 +9,7 @@ from megatron_opd.models.families.llama import LLAMA
 from megatron_opd.models.families.mistral import MISTRAL
 from megatron_opd.models.families.mixtral import MIXTRAL
 from megatron_opd.models.families.olmo import OLMO2, OLMO3
+from megatron_opd.models.families.phi import PHI3
 from megatron_opd.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from megatron_opd.models.families.smollm import SMOLLM3
 
@@ -16,7 +17,7 @@ _QWEN = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
 _LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE)
 FAMILIES = {
     family.name: family
-    for family in (GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, SMOLLM3, *_QWEN, *_LATENT)
+    for family in (GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, PHI3, SMOLLM3, *_QWEN, *_LATENT)
 }
 
 
