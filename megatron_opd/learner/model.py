@@ -35,6 +35,7 @@ from megatron_opd.config.speedups import choose_speedups, overlapping
 from megatron_opd.learner.attention import (
     PackedRotary,
 )
+from megatron_opd.learner.delta_net import delta_net_fields
 from megatron_opd.learner.gated import keep_less
 from megatron_opd.learner.layers import layer_spec, norm_class, turn
 from megatron_opd.learner.lm_head import hide_padded_ids
@@ -188,7 +189,11 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "window_size": None if spec.window is None else (spec.window - 1, 0),
         "no_rope_freq": [int(unturned) for unturned in spec.unturned] or None,
         "window_attn_skip_freq": [int(windowed) for windowed in spec.windowed] or None,
+        "layernorm_zero_centered_gamma": spec.family.zero_centred_norms,
+        "attention_output_gate": spec.family.output_gate,
     }
+    if spec.delta_net is not None:
+        found |= delta_net_fields(spec.delta_net)
     return found if spec.latent is None else found | latent_fields(spec.latent, spec.rope)
 
 
@@ -198,12 +203,15 @@ def _layer_specs(
     """Return the layers of one chunk of this pipeline stage."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage)
-    kinds: dict[tuple[bool, bool], ModuleSpec] = {}
+    kinds: dict[tuple[bool, bool, bool], ModuleSpec] = {}
     layers: list[ModuleSpec] = []
     for layer in range(first, first + count):
-        kind = spec.moe_layers[layer], spec.is_windowed(layer)
+        kind = spec.moe_layers[layer], spec.is_windowed(layer), spec.has_delta_net(layer)
         if kind not in kinds:
-            kinds[kind] = layer_spec(spec, config, engine, moe=kind[0], windowed=kind[1])
+            moe, windowed, delta = kind
+            kinds[kind] = layer_spec(
+                spec, config, engine, moe=moe, windowed=windowed, delta=delta
+            )
         layers.append(kinds[kind])
     return layers
 

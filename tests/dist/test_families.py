@@ -18,6 +18,7 @@ from tests.dist import family_jobs, jobs, state_jobs
 from tests.dist.caches import make_batch
 from tests.dist.worlds import run_world
 from tests.support.figures import bounded, relative
+from tests.support.delta_models import tiny_qwen3_5
 from tests.support.latent_models import (
     tiny_deepseek_v2,
     tiny_deepseek_v3,
@@ -67,6 +68,8 @@ MAKERS: dict[str, Any] = {
     "glm 4.7 flash": (tiny_glm4_moe_lite, {"num_hidden_layers": 2, "rms_norm_eps": 1e-6}),
     "qwen2 moe": (tiny_qwen2_moe, ODD | {"mlp_only_layers": [0]}),
     "qwen3 moe": (tiny_qwen3_moe, ODD | {"mlp_only_layers": [0]}),
+    "qwen3.5": (tiny_qwen3_5, ODD),
+    "qwen3.5 tied": (tiny_qwen3_5, TIED | ONE_KEY),
     "smollm3": (tiny_smollm3, ODD | TIED),
     "four layers": (tiny_qwen3_moe, TIED | {"mlp_only_layers": [1], "num_hidden_layers": 4}),
 }
