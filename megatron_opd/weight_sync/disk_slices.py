@@ -32,7 +32,7 @@ class Slices:
         remembers: bool,
     ) -> None:
         self._held, self._dtype, self._remembers = held, dtype, remembers
-        self._views = {part.name: cut(_part(part), views[part.name]) for part in held}
+        self._views = {_named(part): cut(_part(part), views[part.name]) for part in held}
         self._last: dict[str, torch.Tensor] = {}
 
     def whole(self, read: Read) -> list[Content]:
@@ -46,16 +46,16 @@ class Slices:
     def _whole(self, held: Held, read: Read) -> Content:
         if self._remembers:
             now = self._numbers(held, read)
-            self._last[held.name] = last = now.clone()
+            self._last[_named(held)] = last = now.clone()
             return self._content(held, last)
         shape = (held.length, *(size for dim, size in enumerate(held.shape) if dim != held.dim))
         made = StoredNumbers(
-            held.name, self._dtype_of(held), shape, lambda: self._numbers(held, read)
+            _named(held), self._dtype_of(held), shape, lambda: self._numbers(held, read)
         )
         return Content(held.name, held.dim, held.start, held.length, held.shape, "whole", (made,))
 
     def _changed(self, held: Held, read: Read) -> Content:
-        now, last = self._numbers(held, read), self._last[held.name]
+        now, last = self._numbers(held, read), self._last[_named(held)]
         found = find_changes(last, now)
         last.copy_(now)
         return self._content(held, last, found) if found is not None else self._content(held, last)
@@ -63,13 +63,13 @@ class Slices:
     def _content(self, held: Held, whole: torch.Tensor, changes: Changes | None = None) -> Content:
         where = (held.name, held.dim, held.start, held.length, held.shape)
         if changes is None:
-            return Content(*where, "whole", (_there(held.name, whole),))
+            return Content(*where, "whole", (_there(_named(held), whole),))
         if not len(changes.values):
             return Content(*where, "same", ())
         numbers = (
-            _there(f"{held.name}#counts", changes.counts),
-            _there(f"{held.name}#offsets", changes.offsets),
-            _there(f"{held.name}#values", changes.values),
+            _there(f"{_named(held)}#counts", changes.counts),
+            _there(f"{_named(held)}#offsets", changes.offsets),
+            _there(f"{_named(held)}#values", changes.values),
         )
         return Content(*where, "changes", numbers)
 
@@ -81,7 +81,7 @@ class Slices:
         """
         parts = [
             read(view.name, view.tensor).to(self._dtype_of(held)).movedim(held.dim, 0)
-            for view in self._views[held.name]
+            for view in self._views[_named(held)]
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().contiguous()
 
@@ -95,3 +95,8 @@ def _there(key: str, tensor: torch.Tensor) -> StoredNumbers:
 
 def _part(held: Held) -> SlicePart:
     return SlicePart(held.name, held.dim, held.start, held.length, held.elements)
+
+
+def _named(held: Held) -> str:
+    """Return the name of a slice in its file: a rank may hold several of one tensor."""
+    return f"{held.name}[{held.start}:]" if held.start else held.name
