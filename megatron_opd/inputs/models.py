@@ -305,6 +305,8 @@ def check_sharding(config: Config, models: RunModels) -> None:
             ("tp", section.tp, "feed-forward features", size.ffn_size),
             ("ep", section.ep, "experts", size.num_experts),
         ]
+        if size.delta_net is not None:
+            rules.append(("tp", section.tp, "key heads of delta nets", size.delta_net.keys))
         if size.shared_ffn_size:
             rules.append(("tp", section.tp, "shared experts' features", size.shared_ffn_size))
         for name, degree, what, count in rules:

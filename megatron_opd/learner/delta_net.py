@@ -29,6 +29,15 @@ EPS = 1e-6
 """What fla's l2norm, transformers and SGLang add to the sum of squares."""
 
 
+def require_kernels() -> None:
+    """Raise ValueError where a GPU has no kernels of the rule: torch's are for a CPU alone."""
+    if torch.cuda.is_available() and not common.HAVE_FLA:
+        raise ValueError(
+            "learner.model has gated delta nets, whose kernels on a GPU are those of "
+            "flash-linear-attention: install it"
+        )
+
+
 def delta_net_fields(net: DeltaNet) -> dict[str, Any]:
     """Return what config.json says of gated delta nets, in Megatron's words.
 

@@ -35,7 +35,7 @@ from megatron_opd.config.speedups import choose_speedups, overlapping
 from megatron_opd.learner.attention import (
     PackedRotary,
 )
-from megatron_opd.learner.delta_net import delta_net_fields
+from megatron_opd.learner.delta_net import delta_net_fields, require_kernels
 from megatron_opd.learner.gated import keep_less
 from megatron_opd.learner.layers import layer_spec, norm_class, turn
 from megatron_opd.learner.lm_head import hide_padded_ids
@@ -99,7 +99,7 @@ def transformer_config(
             "moe_permute_fusion": speedups.permute,
         }
     chosen = defaults | check_overrides("learner.megatron", target, config.megatron)
-    _check_chosen(config, chosen)
+    _check_chosen(spec, config, chosen)
     fixed = _architecture(spec) | {
         "recompute_granularity": None if config.recompute == "none" else config.recompute,
         "params_dtype": dtype,
@@ -122,7 +122,7 @@ def transformer_config(
     return build("learner.megatron", target, chosen | fixed)
 
 
-def _check_chosen(config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
+def _check_chosen(spec: ModelSpec, config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
     """Raise ValueError for a value that Megatron takes and that fails, or does nothing, later."""
     compiled = sorted(COMPILED & set(chosen.get("recompute_modules", ())))
     if compiled and which("ninja") is None:
@@ -136,6 +136,11 @@ def _check_chosen(config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
         raise ValueError(
             f"learner.megatron.{tuned} has no effect unless moe_token_dispatcher_type is flex, "
             f"got {dispatcher}; leave it out"
+        )
+    if spec.delta_net is not None and chosen.get("deterministic_mode"):
+        raise ValueError(
+            "learner.megatron.deterministic_mode must be false for a model with gated delta nets, "
+            "of which Megatron has no deterministic kernel for packed samples, got true"
         )
     vpp, pp = config.parallel.vpp, config.parallel.pp
     if vpp > 1 and pp == 2 and not chosen["overlap_p2p_comm"]:
@@ -242,6 +247,8 @@ def build_model(
             f"run TransformerEngine's context parallelism with them, got {world.parallel.cp}; use "
             "learner.parallel.tp or pp"
         )
+    if spec.delta_net is not None:
+        require_kernels()
     ddp = ddp_config(config, cuda=cuda)
     vpp = world.parallel.vpp
     chunks = [

@@ -36,6 +36,14 @@ class DeltaNet:
         """Returns the features of queries, keys and values, which the convolution mixes."""
         return self.key_features, self.key_features, self.value_features
 
+    @property
+    def rule_products(self) -> int:
+        """Returns the products of a position: what its key reads, what it writes, its query reads.
+
+        Counted step by step; kernels that go by chunks make more of them.
+        """
+        return 3 * self.value_features * self.key_dim
+
     def state_bytes(self, tp: int, conv_bytes: int, state_bytes: int = 4) -> int:
         """Count what a server's rank keeps of a sequence and layer, however long that is.
 

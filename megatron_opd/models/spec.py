@@ -100,6 +100,11 @@ class ModelSpec:
         """Return whether a query of this layer sees a window of positions alone."""
         return bool(self.windowed) and self.windowed[layer]
 
+    @property
+    def attention_layers(self) -> int:
+        """Returns how many layers have attention."""
+        return self.num_layers - sum(self.delta_layers)
+
     def has_delta_net(self, layer: int) -> bool:
         """Return whether this layer has a gated delta net instead of attention."""
         return bool(self.delta_layers) and self.delta_layers[layer]
