@@ -5,7 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+)
 
 from tests.support.models import _randomise, _save, _shared_config
 
@@ -39,6 +45,13 @@ PUBLISHED: dict[str, Any] = {
 def tiny_qwen3_5(path: Path, **options: Any) -> Path:
     """Writes a random dense Qwen3.5 checkpoint (float32): a delta net, then attention."""
     return _written(path, Qwen3_5TextConfig, Qwen3_5ForCausalLM, {}, options)
+
+
+def tiny_qwen3_5_moe(path: Path, **options: Any) -> Path:
+    """Writes a random Qwen3.5-MoE checkpoint (float32, 4 experts, top-2, a shared one)."""
+    given = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    given |= {"shared_expert_intermediate_size": 32}
+    return _written(path, Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, given, options)
 
 
 def _written(

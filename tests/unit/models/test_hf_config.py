@@ -42,6 +42,7 @@ ROPES = (
 BASE: dict[str, dict[str, Any]] = {
     "olmo3": {"rope_theta": 500000.0, "num_hidden_layers": 4},
     "qwen3_5_text": {"num_key_value_heads": 4, "full_attention_interval": 2},
+    "qwen3_5_moe_text": {"full_attention_interval": 2},
 }
 """What a family's config.json must hold."""
 VALUES: dict[str, tuple[Any, ...]] = {
@@ -178,7 +179,8 @@ def shared_size(spec: ModelSpec, config: Any) -> int:
     """Features of the experts that every token visits, as transformers' models read them."""
     if spec.family.name == "glm4_moe":
         return config.n_shared_experts * config.moe_intermediate_size
-    return config.shared_expert_intermediate_size if spec.family == QWEN2_MOE else 0
+    shared = spec.family.name in ("qwen2_moe", "qwen3_5_moe_text")
+    return config.shared_expert_intermediate_size if shared else 0
 
 
 @pytest.fixture(autouse=True)
@@ -226,11 +228,12 @@ def test_every_default_and_every_plain_value_is_accepted(family: str, key: str |
             plain[key] = False
     if key == "sliding_window" and FAMILIES[family].window == "none":
         plain[key] = None
-    if key == "shared_expert_intermediate_size" and family != "qwen2_moe":
+    if key == "shared_expert_intermediate_size" and family not in ("qwen2_moe", "qwen3_5_moe_text"):
         plain[key] = 0
     if family in BASE and key in ("rope_parameters", "rope_theta"):
         return  # one value alone is accepted, and it has been
-    wrong = (("olmo2", "sliding_window"), ("olmo3", "layer_types"), ("qwen3_5_text", "layer_types"))
+    wrong = (("olmo2", "sliding_window"), ("olmo3", "layer_types"))
+    wrong += (("qwen3_5_text", "layer_types"), ("qwen3_5_moe_text", "layer_types"))
     for other, refused in wrong:
         if (family, key) == (other, refused):
             del plain[refused]

@@ -17,7 +17,7 @@ from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.rope import Rope
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
-from tests.support.delta_models import tiny_qwen3_5
+from tests.support.delta_models import tiny_qwen3_5, tiny_qwen3_5_moe
 from tests.support.latent_models import (
     tiny_deepseek_v2,
     tiny_deepseek_v3,
@@ -50,6 +50,7 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "qwen2": tiny_qwen2,
     "qwen2_moe": tiny_qwen2_moe,
     "qwen3": tiny_qwen3,
+    "qwen3_5_moe_text": tiny_qwen3_5_moe,
     "qwen3_5_text": tiny_qwen3_5,
     "qwen3_moe": tiny_qwen3_moe,
     "smollm3": tiny_smollm3,
