@@ -6,6 +6,7 @@ here imports them, as they take seconds to load. Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_opd.config.wording import shown
@@ -66,7 +67,7 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
         raise ValueError(f"sliding_window must be null, got {shown(window)}")
     full["sliding_window"] = window
     if family.has_delta_net:
-        _place_delta_nets(full)
+        full["layer_types"] = check_delta_nets(full)
     layers = full.get("layer_types") or []
     kinds = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
     kinds += ("linear_attention",) if family.has_delta_net else ()
@@ -88,12 +89,12 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
     return full
 
 
-def _place_delta_nets(full: dict[str, Any]) -> None:
-    """Write layer_types of a model with gated delta nets.
+def check_delta_nets(config: Mapping[str, Any]) -> list[str]:
+    """Return layer_types of a model with gated delta nets.
 
     ValueError: they are not those that SGLang 0.5.23 builds, which reads full_attention_interval.
     """
-    every, count = full.get("full_attention_interval"), full["num_hidden_layers"]
+    every, count = config.get("full_attention_interval"), config["num_hidden_layers"]
     if type(every) is not int or every < 1 or type(count) is not int:
         raise ValueError(
             "full_attention_interval must be an integer >= 1, by which SGLang 0.5.23 places "
@@ -102,13 +103,13 @@ def _place_delta_nets(full: dict[str, Any]) -> None:
     served = [
         "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(count)
     ]
-    layers: Any = full.get("layer_types")
+    layers: Any = config.get("layer_types")
     if layers is not None and layers != served:
         raise ValueError(
             "layer_types must have full_attention in every layer of full_attention_interval "
             f"({every}) alone, as SGLang 0.5.23 reads that one, got {shown(layers)}"
         )
-    full["layer_types"] = served
+    return served
 
 
 def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
