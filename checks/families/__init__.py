@@ -29,7 +29,7 @@ from harness.tree import ROOT
 from megatron_opd.config.servers import TeacherConfig
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.model_facts import check_exact, read_served
-from megatron_opd.inputs.served_rules import MEASURED, rope_settings, rope_type
+from megatron_opd.inputs.served_rules import DELTA_NET, MEASURED, rope_settings, rope_type
 from sglang_bridge.errors import ModelRefused
 from sglang_bridge.ports import free_port
 from sglang_bridge.server.forks import preload
@@ -41,6 +41,9 @@ from tests.support.oracles import load_reference
 
 LIMIT_NATS = 2e-5
 """Largest error of a family that is served rightly; the largest seen is half of it."""
+DELTA_NET_NATS = 1e-4
+"""The same of gated delta nets: where a prefix is cached the rule's chunks begin elsewhere, and each
+rounds in float32 what exponentials of sums of decays make large."""
 TELLS = 4.0
 """How much more than a family's error each changed tensor must show."""
 RECORD = "benchmarks/results/families.json"
@@ -111,7 +114,7 @@ def measured_served(name: str, family: TinyFamily, base: Path) -> dict[str, Any]
     found, changed = errors(answers, model), seen(answers, model)
     nats, tensor = max(found.values()), min(changed, key=changed.__getitem__)
     failed = ""
-    if not nats <= LIMIT_NATS:
+    if not nats <= (DELTA_NET_NATS if DELTA_NET in facts.raw else LIMIT_NATS):
         failed = f"{nats:.2g} nats"
     elif not changed[tensor] >= TELLS * nats:
         failed = f"{tensor} may change unseen"

@@ -214,9 +214,7 @@ def _layer_specs(
         kind = spec.moe_layers[layer], spec.is_windowed(layer), spec.has_delta_net(layer)
         if kind not in kinds:
             moe, windowed, delta = kind
-            kinds[kind] = layer_spec(
-                spec, config, engine, moe=moe, windowed=windowed, delta=delta
-            )
+            kinds[kind] = layer_spec(spec, config, engine, moe=moe, windowed=windowed, delta=delta)
         layers.append(kinds[kind])
     return layers
 

@@ -156,9 +156,7 @@ def join(row: Row, spec: ModelSpec, pieces: Sequence[torch.Tensor]) -> list[torc
     return [torch.cat(list(pieces), dim=row.dim)]
 
 
-def _separated(
-    row: Row, spec: ModelSpec, pieces: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
+def _separated(row: Row, spec: ModelSpec, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Take the Hugging Face tensors out of the pieces of a fused parameter."""
     found: list[list[tuple[int, torch.Tensor]]] = [[] for _ in row.hf]
     for index, piece in enumerate(pieces):
@@ -166,9 +164,7 @@ def _separated(
         rows = piece.split([length for _, _, length in parts])
         for (place, start, _), part in zip(parts, rows, strict=True):
             found[place].append((start, part))
-    return [
-        torch.cat([part for _, part in sorted(each, key=lambda at: at[0])]) for each in found
-    ]
+    return [torch.cat([part for _, part in sorted(each, key=lambda at: at[0])]) for each in found]
 
 
 def to_stored(row: Row, spec: ModelSpec, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

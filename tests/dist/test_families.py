@@ -17,8 +17,8 @@ from megatron_opd.config.learner import ParallelConfig
 from tests.dist import family_jobs, jobs, state_jobs
 from tests.dist.caches import make_batch
 from tests.dist.worlds import run_world
-from tests.support.figures import bounded, relative
 from tests.support.delta_models import tiny_qwen3_5, tiny_qwen3_5_moe
+from tests.support.figures import bounded, relative
 from tests.support.latent_models import (
     tiny_deepseek_v2,
     tiny_deepseek_v3,
