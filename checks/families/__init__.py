@@ -42,7 +42,7 @@ from tests.support.oracles import load_reference
 LIMIT_NATS = 2e-5
 """Largest error of a family that is served rightly; the largest seen is half of it."""
 DELTA_NET_NATS = 1e-4
-"""The same of gated delta nets: where a prefix is cached the rule's chunks begin elsewhere, and each
+"""The same of gated delta nets: with a cached prefix the rule's chunks begin elsewhere, and each
 rounds in float32 what exponentials of sums of decays make large."""
 TELLS = 4.0
 """How much more than a family's error each changed tensor must show."""

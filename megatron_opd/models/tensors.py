@@ -96,9 +96,9 @@ def stored_rows(spec: ModelSpec, row: Row) -> list[int]:
 def fused_parts(
     spec: ModelSpec, row: Row, index: int, count: int
 ) -> tuple[tuple[int, int, int], ...]:
-    """List what piece `index` of `count` of a fused row holds: (place of the tensor, start, length).
+    """List what piece `index` of `count` of a fused row holds, in the order of its rows.
 
-    In the order of its rows.
+    As (place of the tensor, start, length).
     """
     if row.fusion == "qkv":
         return tuple(_qkv_parts(spec, index, count))

@@ -9,10 +9,10 @@ takes
 with S positions, N matrix elements of the layers that one position meets (of its experts: those
 chosen), P (query, key) pairs in each of L layers of H heads, of d features a query and e a value,
 of which those of a window are fewer and those of a gated delta net none (for each position 3
-products of its state instead, as the rule goes step by step), and R positions whose log-probs are read by a head of V ids
-over h features. Where PaLM counts n^2 pairs and n head rows of a sequence of n, a causal one has
-n (n + 1) / 2 pairs here, and the head works for responses alone. A backward pass takes twice as
-much: a product for each operand's gradient.
+products of its state instead, as the rule goes step by step), and R positions whose log-probs are
+read by a head of V ids over h features. Where PaLM counts n^2 pairs and n head rows of a sequence
+of n, a causal one has n (n + 1) / 2 pairs here, and the head works for responses alone. A backward
+pass takes twice as much: a product for each operand's gradient.
 
 Equal to what torch.utils.flop_counter counts of transformers' models
 (tests/unit/sizing/test_flops.py).

@@ -5,8 +5,8 @@ rest is for activations and CUDA graphs. Queries, feed-forward features, vocabul
 split over tp (experts by ep * (tp / ep)), key-value heads too until each rank has one. Latent
 attention keeps a latent of keys and values, whole on every rank, and copies of the matrix that
 makes both of it. A gated delta net keeps a state of each sequence, in a pool beside that of the
-other layers' keys and values. Quantised matrices take a byte a number, and four a row for its scale; those of a
-checkpoint that is quantised already take what they take in it.
+other layers' keys and values. Quantised matrices take a byte a number, and four a row for its
+scale; those of a checkpoint that is quantised already take what they take in it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Describes Qwen3.5 and Qwen3.6, dense and with experts, whose layers are gated delta nets but for every fourth."""
+"""Describes Qwen3.5 and Qwen3.6, dense and with experts: gated delta nets, then attention."""
 
 from __future__ import annotations
 
