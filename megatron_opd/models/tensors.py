@@ -54,7 +54,7 @@ def expected_tensors(spec: ModelSpec) -> dict[str, Shape]:
 
 
 @dataclass(frozen=True, slots=True)
-class Section:
+class StackedRows:
     """Describes rows [start, start + length) of a row's Hugging Face tensor number `place`.
 
     Of a stacked parameter every rank holds its share of each section, one after another. suffix: of
@@ -67,23 +67,23 @@ class Section:
     length: int
 
 
-def sections(spec: ModelSpec, row: Row) -> tuple[Section, ...]:
+def sections(spec: ModelSpec, row: Row) -> tuple[StackedRows, ...]:
     """List the sections of a stacked row; none: it is no stacked one."""
     if row.fusion == "gate_up":
         rows = row_shapes(spec, row)[0][0]
-        return Section("_w", 0, 0, rows), Section("_v", 1, 0, rows)
+        return StackedRows("_w", 0, 0, rows), StackedRows("_v", 1, 0, rows)
     if row.fusion != "delta":
         return ()
     net = spec.delta_net
     assert net is not None
     mixed = [
-        Section(f".{name}", 0, start, length)
+        StackedRows(f".{name}", 0, start, length)
         for name, start, length in zip(
             ("query", "key", "value"), accumulate(net.mixed, initial=0), net.mixed, strict=False
         )
     ]
     others = (("z", net.value_features), ("beta", net.values), ("alpha", net.values))
-    rest = [Section(f".{name}", 1 + i, 0, length) for i, (name, length) in enumerate(others)]
+    rest = [StackedRows(f".{name}", 1 + i, 0, length) for i, (name, length) in enumerate(others)]
     return (*mixed, *rest[: len(row.hf) - 1])
 
 

@@ -223,7 +223,7 @@ class Family:
     interleaved: rotary positions turn neighbours, not a feature of either half.
     zero_centred_norms: a norm multiplies by 1 + weight. output_gate: the query projection makes
     a gate of each head's output too. prefix: of the names of the model's tensors, but the head's.
-    text_config: config.json describes the language model there, beside other media's. window: what
+    window: what
     sliding_window does, nothing; it limits the context, as SGLang ignores it; or layer_types says
     where it is. plain_window: rotary positions of windowed layers are never scaled. shares_heads:
     ranks of a server may share a key-value head. own_modules: SGLang runs transformers' modules.
@@ -259,7 +259,6 @@ class Family:
     zero_centred_norms: bool = False
     output_gate: bool = False
     prefix: str = MODEL
-    text_config: bool = False
     window: Window = "none"
     plain_window: bool = False
     shares_heads: bool = True
