@@ -17,7 +17,6 @@ from sglang_bridge.fleet import Fleet
 from tests.e2e.conftest import running, tiny_spec
 from tests.e2e.replies import requests_of, span_error
 from tests.e2e.weight_sync import differing, join, load_tensors, sync_weights
-from tests.support.delta_models import tiny_qwen3_5
 from tests.support.figures import bounded
 from tests.support.models import YARN_FACTOR, YARN_ROPE, tiny_olmo3, tiny_qwen3, tiny_smollm3
 from tests.support.oracles import load_reference
@@ -27,8 +26,6 @@ TOLERANCE = 1e-5
 CASES: dict[str, tuple[Callable[..., Path], dict[str, Any], dict[str, Any]]] = {
     # windows, norms after the projections and over the heads of both ranks
     "olmo 3": (tiny_olmo3, {}, {}),
-    # rows of three parts of one tensor on each rank, states instead of keys and values
-    "qwen3.5": (tiny_qwen3_5, {}, {}),
     # layers without rotary positions; SGLang runs transformers' modules, one for each matrix
     "smollm3": (tiny_smollm3, {}, {}),
     # the output projection's bias is added once; attn_factor, which transformers ignores
