@@ -107,6 +107,12 @@ def read_model(path: Path, key: str) -> ModelFacts:
     """
     raw = _read_raw(path, key)
     architecture = named_architecture(raw)
+    if isinstance(raw.get("text_config"), dict):
+        raise UserError(
+            f"{key}: architecture {shown(architecture, 80)} has parts besides its language model, "
+            "which no learner takes: save that alone (transformers' class of text_config, with the "
+            "keys that SGLang reads) and give the result"
+        )
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise UserError(
             f"{key}: architecture {shown(architecture, 80)} is not supported; "

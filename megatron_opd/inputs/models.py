@@ -327,6 +327,11 @@ def check_sharding(config: Config, models: RunModels) -> None:
                 f"{key}.quantization must be null in a {family.name} model, of which SGLang "
                 f"0.5.23 runs transformers' modules, got {section.quantization}"
             )
+        if size.delta_net is not None and section.quantization is not None:
+            raise UserError(
+                f"{key}.quantization must be null in a model with gated delta nets, of which no test "
+                f"here has run a quantised server, got {section.quantization}"
+            )
         if max(section.tp, heads) % min(section.tp, heads):
             raise UserError(
                 f"{key}.tp must divide the model's key-value heads or be a multiple of them, "

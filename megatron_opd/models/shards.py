@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import torch
 import torch.nn.functional as F
 
-from megatron_opd.models.families.family import EMBEDDING, EXPERT_BIAS, Row
-from megatron_opd.models.families.keys import Key, hf_names, locate, row_of, top_name
+from megatron_opd.models.families.family import EXPERT_BIAS, Row
+from megatron_opd.models.families.keys import Key, hf_names, locate, row_of
 from megatron_opd.models.ranks import RankPlacement
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import fused_parts, row_shapes, sections
@@ -78,7 +78,7 @@ def _shard(key: Key, parameter: torch.Tensor, spec: ModelSpec, world: RankPlacem
         index, count = world.expert_tp_rank, world.parallel.expert_tp
     names = hf_names(spec.family, key)
     if spec.tied and names == ("lm_head.weight",):
-        names = (top_name(spec.family, EMBEDDING),)  # the last stage's copy of a shared weight
+        names = ("model.embed_tokens.weight",)  # the last stage's copy of a shared weight
     return Shard(key, row, names, parameter, index, count)
 
 

@@ -14,7 +14,6 @@ from functools import cache
 from math import prod
 
 from megatron_opd.models.delta_net import DeltaNet
-from megatron_opd.models.families.keys import top_name
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import Shape, layer_rows, row_shapes
 
@@ -118,11 +117,11 @@ def _size_of_spec(spec: ModelSpec) -> ModelSize:
     for layer in range(spec.num_layers):
         for _, row in layer_rows(spec, layer):
             for name, shape in zip(row.hf, row_shapes(spec, row), strict=True):
-                name = f"{spec.family.prefix}layers.N.{name.replace('{e}', 'N')}"
+                name = f"model.layers.N.{name.replace('{e}', 'N')}"
                 counts[name, shape, row.exact] += spec.num_experts if row.expert else 1
     for row in spec.family.top:
         if not (spec.tied and row.hf == ("lm_head.weight",)):
-            counts[top_name(spec.family, row.hf[0]), row_shapes(spec, row)[0], False] += 1
+            counts[row.hf[0], row_shapes(spec, row)[0], False] += 1
     return ModelSize(
         spec.num_layers,
         spec.hidden_size,

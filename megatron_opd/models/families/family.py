@@ -47,10 +47,9 @@ class Row:
     buffer: bool = False
 
 
-MODEL = "model."
-"""Begins the names of most families' tensors, but the head's."""
-EMBEDDING = "model.embed_tokens.weight"
-_EMBEDDING = Row(("embedding.word_embeddings.weight",), (EMBEDDING,), 0, vocab=True)
+_EMBEDDING = Row(
+    ("embedding.word_embeddings.weight",), ("model.embed_tokens.weight",), 0, vocab=True
+)
 _FINAL_NORM = Row(("decoder.final_layernorm.weight",), ("model.norm.weight",))
 _OUTPUT = Row(("output_layer.weight",), ("lm_head.weight",), 0, vocab=True)
 TOP = (_EMBEDDING, _FINAL_NORM, _OUTPUT)
@@ -113,6 +112,8 @@ QK_NORM = (
 
 DELTA_NORM = "self_attention.in_proj.layer_norm_weight"
 _DELTA = "linear_attn."
+GATED_NORM = f"{_DELTA}norm.weight"
+"""A norm that multiplies by its weight whatever Family.zero_centred_norms says."""
 _DELTA_NET = (
     Row(
         ("self_attention.in_proj.weight",),
@@ -123,7 +124,7 @@ _DELTA_NET = (
     Row(("self_attention.conv1d.weight",), (f"{_DELTA}conv1d.weight",), 0, "delta"),
     Row(("self_attention.dt_bias",), (f"{_DELTA}dt_bias",), 0),
     Row(("self_attention.A_log",), (f"{_DELTA}A_log",), 0, exact=True),
-    Row(("self_attention.out_norm.weight",), (f"{_DELTA}norm.weight",)),
+    Row(("self_attention.out_norm.weight",), (GATED_NORM,)),
     Row(("self_attention.out_proj.weight",), (f"{_DELTA}out_proj.weight",), 1),
 )
 MIXED_ATTENTION = (
@@ -219,11 +220,9 @@ class Family:
     those of hf_config.ONE_SIDED. reads: keys of that table of which all of them read every value.
     rope_types: rotary positions that all of them know. rotary_share: default of
     partial_rotary_factor; None: all of them turn every feature of a head, and it is 1.
-    rope_keys: further rotary settings, without effect on text.
-    interleaved: rotary positions turn neighbours, not a feature of either half.
-    zero_centred_norms: a norm multiplies by 1 + weight. output_gate: the query projection makes
-    a gate of each head's output too. prefix: of the names of the model's tensors, but the head's.
-    window: what
+    rope_keys: further rotary settings, without effect on text. interleaved: rotary positions turn
+    neighbours, not a feature of either half. zero_centred_norms: a norm multiplies by 1 + weight.
+    output_gate: the query projection makes a gate of each head's output too. window: what
     sliding_window does, nothing; it limits the context, as SGLang ignores it; or layer_types says
     where it is. plain_window: rotary positions of windowed layers are never scaled. shares_heads:
     ranks of a server may share a key-value head. own_modules: SGLang runs transformers' modules.
@@ -258,7 +257,6 @@ class Family:
     interleaved: bool = False
     zero_centred_norms: bool = False
     output_gate: bool = False
-    prefix: str = MODEL
     window: Window = "none"
     plain_window: bool = False
     shares_heads: bool = True

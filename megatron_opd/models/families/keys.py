@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 
-from megatron_opd.models.families.family import MODEL, Family, Row
+from megatron_opd.models.families.family import Family, Row
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -58,13 +58,5 @@ def row_of(family: Family, key: Key) -> Row:
 
 def hf_names(family: Family, key: Key) -> tuple[str, ...]:
     """Return the Hugging Face tensors of a key, in fusion order."""
-    names = (name.replace("{e}", str(key.expert)) for name in row_of(family, key).hf)
-    if key.layer < 0:
-        return tuple(top_name(family, name) for name in names)
-    return tuple(f"{family.prefix}layers.{key.layer}.{name}" for name in names)
-
-
-def top_name(family: Family, name: str) -> str:
-    """Return the name of a tensor outside the layers, which a table of families calls `name`."""
-    own = name.removeprefix(MODEL)
-    return name if own == name else family.prefix + own
+    prefix = "" if key.layer < 0 else f"model.layers.{key.layer}."
+    return tuple(prefix + name.replace("{e}", str(key.expert)) for name in row_of(family, key).hf)

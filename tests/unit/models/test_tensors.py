@@ -72,7 +72,9 @@ def test_published_names_and_shapes(family: str, tied: bool, tmp_path: Path):
     assert AutoConfig.from_pretrained(model).architectures == [spec.family.architecture]
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"]
+)
 def test_the_spelling_in_memory_holds_the_same_tensors(family: str, tmp_path: Path):
     overrides = {"first_k_dense_replace": 0} if family == "glm4_moe" else {}
     published = MAKERS[family](tmp_path / "published", **overrides)
