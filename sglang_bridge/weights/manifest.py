@@ -22,7 +22,7 @@ CHUNK_BYTES = 1 << 20
 MAX_BYTES = 1 << 29
 """Largest manifest that is read: that of a model of several million slices."""
 MAX_DIMENSIONS = 3
-"""Of a tensor: a gated delta net's convolution has one more than a matrix."""
+"""Largest number of a tensor: a gated delta net's convolution has one more than a matrix."""
 MANIFEST = "manifest"
 STREAM = re.compile(r"run-[0-9a-f]{12}")
 """Names the directory of one run's versions."""
