@@ -329,8 +329,8 @@ def check_sharding(config: Config, models: RunModels) -> None:
             )
         if size.delta_net is not None and section.quantization is not None:
             raise UserError(
-                f"{key}.quantization must be null in a model with gated delta nets, of which no test "
-                f"here has run a quantised server, got {section.quantization}"
+                f"{key}.quantization must be null in a model with gated delta nets, of which no "
+                f"test here has run a quantised server, got {section.quantization}"
             )
         if max(section.tp, heads) % min(section.tp, heads):
             raise UserError(
