@@ -164,10 +164,11 @@ class Receiver:
             raise BadExpectation("no weights have been staged here")
         return self._shadows
 
-    def _piece_at(self, tensor: str, place: Sequence[int]) -> str:
+    def _piece_at(self, tensor: str, place: Sequence[Any]) -> str:
         """Return the name of the piece of a tensor that [dimension, start, length] begins in."""
         names = self._names[tensor]
-        for name in names if len(place) == 3 else ():
+        # what are no three numbers is refused with the first piece
+        for name in names if [type(each) for each in place] == [int] * 3 else ():
             piece = self._pieces[name]
             if place[0] == piece.dim and piece.start <= place[1] < piece.start + piece.length:
                 return name
