@@ -26,6 +26,7 @@ from megatron_opd.config.wording import shown
 from megatron_opd.errors import UserError, checked
 from megatron_opd.inputs.quantised import check_format
 from megatron_opd.inputs.served_rules import (
+    DELTA_NET,
     MEASURED,
     ExactUpTo,
     check_architecture,
@@ -35,9 +36,11 @@ from megatron_opd.inputs.served_rules import (
     rope_settings,
 )
 from megatron_opd.inputs.weights import has_weights, served_tensors
+from megatron_opd.models.delta_net import DeltaNet
 from megatron_opd.models.families.mixtral import MIXTRAL
 from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.file_kinds import ADAPTER, adapter_line, pointer_in, pointer_line
+from megatron_opd.models.hf_config import check_delta_nets
 from megatron_opd.models.spec import MAX_COUNT, ModelSpec, read_config, read_model_spec
 from megatron_opd.sizing.served import ModelSize, TensorKind, kinds_of, size_of
 
@@ -112,6 +115,12 @@ def read_model(path: Path, key: str) -> ModelFacts:
     """
     raw = _read_raw(path, key)
     architecture = named_architecture(raw)
+    if isinstance(raw.get("text_config"), dict):
+        raise UserError(
+            f"{key}: architecture {shown(architecture, 80)} has parts besides its language model, "
+            "which no learner takes: save that alone (transformers' class of text_config, with the "
+            "keys that SGLang reads) and give the result"
+        )
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise UserError(
             f"{key}: architecture {shown(architecture, 80)} is not supported; "
@@ -163,7 +172,10 @@ def read_served(path: Path, key: str, trust: Trust = "measured") -> ServedFacts:
         raise UserError(f"{key}: {where}: {error}") from None
     check_format(path, key, trust)
     if has_weights(path):
-        size = ModelSize(tensors=_kinds(path, key, raw), **numbers)
+        net, layers = _delta_net(raw)
+        size = ModelSize(
+            tensors=_kinds(path, key, raw), delta_net=net, delta_layers=layers, **numbers
+        )
     elif raw.get("model_type") in FAMILIES:
         size = size_of(checked(lambda: read_model_spec(path)))
     else:
@@ -247,7 +259,7 @@ def _numbers(raw: dict[str, Any]) -> dict[str, int]:
         "num_heads": heads,
         "num_kv_heads": _count(raw, "num_key_value_heads", heads),
         "head_dim": _count(raw, "head_dim", max(1, hidden // heads)),
-        "ffn_size": _count(raw, "intermediate_size"),
+        "ffn_size": _count(raw, "intermediate_size", raw.get("moe_intermediate_size")),
         "vocab_size": _count(raw, "vocab_size"),
         "num_experts": _count(raw, experts) if experts else 0,
         "experts_per_token": _count(raw, "num_experts_per_tok") if experts else 0,
@@ -255,6 +267,15 @@ def _numbers(raw: dict[str, Any]) -> dict[str, int]:
         if raw.get("kv_lora_rank") is not None
         else 0,
     }
+
+
+def _delta_net(raw: dict[str, Any]) -> tuple[DeltaNet | None, int]:
+    """Return the gated delta nets of a model that is only served, and how many layers have one."""
+    if DELTA_NET not in raw:
+        return None, 0
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    net = DeltaNet(*(_count(raw, f"linear_{name}") for name in (*sizes, "conv_kernel_dim")))
+    return net, check_delta_nets(raw).count("linear_attention")
 
 
 def _check_mixtral(raw: dict[str, Any], numbers: dict[str, int]) -> None:

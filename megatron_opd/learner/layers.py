@@ -24,6 +24,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_opd.learner.attention import RMSNorm, local_layer, rotary_frequencies
+from megatron_opd.learner.delta_net import place_delta_net
 from megatron_opd.learner.mla import latent_layer
 from megatron_opd.models.spec import ModelSpec
 
@@ -38,11 +39,17 @@ def norm_class(engine: bool) -> Any:
 
 
 def layer_spec(
-    spec: ModelSpec, config: TransformerConfig, engine: bool, *, moe: bool, windowed: bool
+    spec: ModelSpec,
+    config: TransformerConfig,
+    engine: bool,
+    *,
+    moe: bool,
+    windowed: bool,
+    delta: bool = False,
 ) -> ModuleSpec:
     """Return one layer. engine: of TransformerEngine's modules. moe: with experts.
 
-    windowed: its queries see the last spec.window positions.
+    windowed: its queries see the last spec.window positions. delta: it has a gated delta net.
     """
     family, experts = spec.family, spec.num_experts if moe else None
     if spec.latent is not None:
@@ -56,6 +63,9 @@ def layer_spec(
     else:
         layer = local_layer(experts, family.qk_norm)
     parts: Any = layer.submodules
+    if delta:
+        place_delta_net(parts, engine)
+        return layer
     attention = parts.self_attention.submodules
     if family.o_bias:
         attention.linear_proj = _replacing(attention.linear_proj, bias=True)

@@ -35,6 +35,7 @@ from megatron_opd.config.speedups import choose_speedups, overlapping
 from megatron_opd.learner.attention import (
     PackedRotary,
 )
+from megatron_opd.learner.delta_net import delta_net_fields, require_kernels
 from megatron_opd.learner.gated import keep_less
 from megatron_opd.learner.layers import layer_spec, norm_class, turn
 from megatron_opd.learner.lm_head import hide_padded_ids
@@ -98,7 +99,7 @@ def transformer_config(
             "moe_permute_fusion": speedups.permute,
         }
     chosen = defaults | check_overrides("learner.megatron", target, config.megatron)
-    _check_chosen(config, chosen)
+    _check_chosen(spec, config, chosen)
     fixed = _architecture(spec) | {
         "recompute_granularity": None if config.recompute == "none" else config.recompute,
         "params_dtype": dtype,
@@ -121,7 +122,7 @@ def transformer_config(
     return build("learner.megatron", target, chosen | fixed)
 
 
-def _check_chosen(config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
+def _check_chosen(spec: ModelSpec, config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
     """Raise ValueError for a value that Megatron takes and that fails, or does nothing, later."""
     compiled = sorted(COMPILED & set(chosen.get("recompute_modules", ())))
     if compiled and which("ninja") is None:
@@ -135,6 +136,11 @@ def _check_chosen(config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
         raise ValueError(
             f"learner.megatron.{tuned} has no effect unless moe_token_dispatcher_type is flex, "
             f"got {dispatcher}; leave it out"
+        )
+    if spec.delta_net is not None and chosen.get("deterministic_mode"):
+        raise ValueError(
+            "learner.megatron.deterministic_mode must be false for a model with gated delta nets, "
+            "of which Megatron has no deterministic kernel for packed samples, got true"
         )
     vpp, pp = config.parallel.vpp, config.parallel.pp
     if vpp > 1 and pp == 2 and not chosen["overlap_p2p_comm"]:
@@ -188,7 +194,11 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "window_size": None if spec.window is None else (spec.window - 1, 0),
         "no_rope_freq": [int(unturned) for unturned in spec.unturned] or None,
         "window_attn_skip_freq": [int(windowed) for windowed in spec.windowed] or None,
+        "layernorm_zero_centered_gamma": spec.family.zero_centred_norms,
+        "attention_output_gate": spec.family.output_gate,
     }
+    if spec.delta_net is not None:
+        found |= delta_net_fields(spec.delta_net)
     return found if spec.latent is None else found | latent_fields(spec.latent, spec.rope)
 
 
@@ -198,12 +208,13 @@ def _layer_specs(
     """Return the layers of one chunk of this pipeline stage."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage)
-    kinds: dict[tuple[bool, bool], ModuleSpec] = {}
+    kinds: dict[tuple[bool, bool, bool], ModuleSpec] = {}
     layers: list[ModuleSpec] = []
     for layer in range(first, first + count):
-        kind = spec.moe_layers[layer], spec.is_windowed(layer)
+        kind = spec.moe_layers[layer], spec.is_windowed(layer), spec.has_delta_net(layer)
         if kind not in kinds:
-            kinds[kind] = layer_spec(spec, config, engine, moe=kind[0], windowed=kind[1])
+            moe, windowed, delta = kind
+            kinds[kind] = layer_spec(spec, config, engine, moe=moe, windowed=windowed, delta=delta)
         layers.append(kinds[kind])
     return layers
 
@@ -234,6 +245,8 @@ def build_model(
             f"run TransformerEngine's context parallelism with them, got {world.parallel.cp}; use "
             "learner.parallel.tp or pp"
         )
+    if spec.delta_net is not None:
+        require_kernels()
     ddp = ddp_config(config, cuda=cuda)
     vpp = world.parallel.vpp
     chunks = [

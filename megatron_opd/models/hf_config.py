@@ -6,6 +6,7 @@ here imports them, as they take seconds to load. Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_opd.config.wording import shown
@@ -23,6 +24,9 @@ ONE_SIDED: dict[str, tuple[Any, ...]] = {
     "window_size": (None,),
     "hidden_act": ("silu",),
     "is_causal": (True, None),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", None),
+    "mamba_ssm_dtype": ("float32", None),
     "rope_is_neox_style": (True,),
     "rope_interleave": (True,),
     "partial_rotary_factor": (1,),
@@ -62,8 +66,11 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
     if window is not None and family.window == "none":
         raise ValueError(f"sliding_window must be null, got {shown(window)}")
     full["sliding_window"] = window
+    if family.has_delta_net:
+        full["layer_types"] = check_delta_nets(full)
     layers = full.get("layer_types") or []
     kinds = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
+    kinds += ("linear_attention",) if family.has_delta_net else ()
     if not isinstance(layers, list) or any(each not in kinds for each in layers):
         raise ValueError(f"layer_types must name {' or '.join(kinds)} alone, got {shown(layers)}")
     if layers and len(layers) != full["num_hidden_layers"]:
@@ -80,6 +87,29 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
         # transformers' attribute_map: whichever is not the class's own field is set last
         full["num_experts"] = next((full[key] for key in others if key in full), full[own])
     return full
+
+
+def check_delta_nets(config: Mapping[str, Any]) -> list[str]:
+    """Return layer_types of a model with gated delta nets.
+
+    ValueError: they are not those that SGLang 0.5.23 builds, which reads full_attention_interval.
+    """
+    every, count = config.get("full_attention_interval"), config["num_hidden_layers"]
+    if type(every) is not int or every < 1 or type(count) is not int:
+        raise ValueError(
+            "full_attention_interval must be an integer >= 1, by which SGLang 0.5.23 places "
+            f"attention, got {shown(every)}"
+        )
+    served = [
+        "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(count)
+    ]
+    layers: Any = config.get("layer_types")
+    if layers is not None and layers != served:
+        raise ValueError(
+            "layer_types must have full_attention in every layer of full_attention_interval "
+            f"({every}) alone, as SGLang 0.5.23 reads that one, got {shown(layers)}"
+        )
+    return served
 
 
 def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -99,7 +129,7 @@ def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
         raise ValueError(
             f"rope type must be one of {', '.join(family.rope_types)}, got {shown(kind)}"
         )
-    known = ROPE_KEYS | YARN_KEYS if kind == "yarn" else ROPE_KEYS
+    known = (ROPE_KEYS | YARN_KEYS if kind == "yarn" else ROPE_KEYS) | family.rope_keys
     unknown = rope.keys() - known
     if unknown:
         raise ValueError(

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.wording import shown
+from megatron_opd.models.delta_net import DeltaNet
 from megatron_opd.models.families.family import Family
 from megatron_opd.models.families.table import family_of
 from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
@@ -35,7 +36,8 @@ class ModelSpec:
     positions of those layers; None: as the others'. window_limit: a window that SGLang ignores, so
     that no context may be longer. unturned: layers without rotary positions. cut_to: see num_ids;
     None: of every row. latent: how keys and values are made of a latent; head_dim is then the size
-    of a query and a key, and num_kv_heads num_heads; None: of the layer's input.
+    of a query and a key, and num_kv_heads num_heads; None: of the layer's input. delta_net: what
+    delta_layers have instead of attention.
     """
 
     family: Family
@@ -66,6 +68,8 @@ class ModelSpec:
     unturned: tuple[bool, ...] = ()
     cut_to: int | None = None
     latent: Latent | None = None
+    delta_net: DeltaNet | None = None
+    delta_layers: tuple[bool, ...] = ()
 
     @property
     def num_ids(self) -> int:
@@ -96,6 +100,15 @@ class ModelSpec:
         """Return whether a query of this layer sees a window of positions alone."""
         return bool(self.windowed) and self.windowed[layer]
 
+    @property
+    def attention_layers(self) -> int:
+        """Returns how many layers have attention."""
+        return self.num_layers - sum(self.delta_layers)
+
+    def has_delta_net(self, layer: int) -> bool:
+        """Return whether this layer has a gated delta net instead of attention."""
+        return bool(self.delta_layers) and self.delta_layers[layer]
+
     def padded_vocab(self, tp: int) -> int:
         """Return the embedding's rows when `tp` ranks split it; added rows are zeros."""
         return -(-self.vocab_size // tp) * tp
@@ -119,6 +132,10 @@ class ModelSpec:
         ]
         if self.shared_ffn_size:
             rules.append(("tp", parallel.tp, "shared experts' features", self.shared_ffn_size))
+        if self.delta_net is not None:
+            # a value head goes where its key head goes
+            ranks = parallel.tp * parallel.cp
+            rules.append(("tp * cp", ranks, "key heads of delta nets", self.delta_net.keys))
         for key, degree, what, count in rules:
             if count % degree or (degree > 1 and count == 0):
                 raise ValueError(
@@ -131,7 +148,8 @@ class ModelSpec:
                 "learner.parallel.tp must divide the model's key-value heads or be a multiple of "
                 f"them, got tp={tp} and {heads} key-value heads"
             )
-        rows = (self.num_heads + 2 * heads) * self.head_dim
+        queries = self.num_heads * (2 if self.family.output_gate else 1)
+        rows = (queries + 2 * heads) * self.head_dim
         if rows % tp:
             raise ValueError(
                 "learner.parallel.tp must divide the model's rows of queries, keys and values, "
@@ -214,6 +232,7 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         latent=latent,
         **_experts(config, family, layers),
         **_windows(config, family, layers, rope),
+        **_delta_net(config, family),
         unturned=_unturned(config, family, layers),
     )
 
@@ -254,6 +273,25 @@ def _latent(config: dict[str, Any]) -> Latent:
             f"key for every head, got {shown(keys_of)} and {heads}"
         )
     return found
+
+
+def _delta_net(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields of ModelSpec that say where there is no attention."""
+    if not family.has_delta_net:
+        return {}
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    keys = [f"linear_{name}" for name in (*sizes, "conv_kernel_dim")]
+    net = DeltaNet(*(_count(config, key) for key in keys))
+    if net.values % net.keys:
+        raise ValueError(
+            "linear_num_key_heads must divide linear_num_value_heads, got "
+            f"{net.keys} and {net.values}"
+        )
+    kinds = config["layer_types"]
+    return {
+        "delta_net": net,
+        "delta_layers": tuple(kind == "linear_attention" for kind in kinds),
+    }
 
 
 def _windows(config: dict[str, Any], family: Family, layers: int, rope: Rope) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
+from megatron_opd.models.delta_net import DeltaNet
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import Shape, layer_rows, row_shapes
 
@@ -57,7 +58,8 @@ class ModelSize:
 
     num_experts, experts_per_token: 0 without experts. shared_ffn_size: of the experts that every
     token visits, 0 without. latent_kept: numbers of a token that a layer of latent attention keeps
-    whole on every rank; 0: keys and values are kept, by heads.
+    whole on every rank; 0: keys and values are kept, by heads. delta_layers: those that keep the
+    state of delta_net instead.
     """
 
     num_layers: int
@@ -72,6 +74,8 @@ class ModelSize:
     experts_per_token: int = 0
     shared_ffn_size: int = 0
     latent_kept: int = 0
+    delta_net: DeltaNet | None = None
+    delta_layers: int = 0
 
     @property
     def parameters(self) -> int:
@@ -132,6 +136,8 @@ def _size_of_spec(spec: ModelSpec) -> ModelSize:
         spec.experts_per_token,
         spec.shared_ffn_size,
         0 if spec.latent is None else spec.latent.kept,
+        spec.delta_net,
+        sum(spec.delta_layers),
     )
 
 

@@ -4,8 +4,9 @@ SGLang's own rule is kept: weights and KV cache together take mem_fraction_stati
 rest is for activations and CUDA graphs. Queries, feed-forward features, vocabulary and experts are
 split over tp (experts by ep * (tp / ep)), key-value heads too until each rank has one. Latent
 attention keeps a latent of keys and values, whole on every rank, and copies of the matrix that
-makes both of it. Quantised matrices take a byte a number, and four a row for its scale; those of a
-checkpoint that is quantised already take what they take in it.
+makes both of it. A gated delta net keeps a state of each sequence, in a pool beside that of the
+other layers' keys and values. Quantised matrices take a byte a number, and four a row for its
+scale; those of a checkpoint that is quantised already take what they take in it.
 """
 
 from __future__ import annotations
@@ -22,9 +23,11 @@ REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bia
 COPIED = "kv_b_proj.weight"
 """A matrix of which SGLang computes with a copy (sglang_bridge/server/compat/mla.py)."""
 WHOLE = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight", "shared_expert_gate.weight")
-SPLIT_BIASES = ("q_proj.bias",)
+SPLIT_BIASES = ("q_proj.bias", "linear_attn.dt_bias", "linear_attn.A_log")
 ROUTERS = ("gate.weight", "router.layer.weight", *WHOLE)
-SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "w2.weight")
+STATES_SHARE = 0.9
+"""Memory of states for each byte of the KV pool, SGLang's default of --mamba-full-memory-ratio."""
+SPLIT_BY_COLUMNS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
 """Ends of names of tensors that are split otherwise than a matrix by its rows."""
 
 
@@ -32,12 +35,14 @@ SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "w2.weight")
 class ServerMemory:
     """Describes what a server holds on one GPU.
 
-    kv_tokens: tokens that its pool has room for; None: no GPU size is stated.
+    kv_tokens: tokens that its pool has room for; None: no GPU size is stated. state_bytes: of one
+    sequence in layers that keep a state, however long it is, 0 without such layers.
     """
 
     weights: int
     kv_token_bytes: int
     kv_tokens: int | None
+    state_bytes: int = 0
 
     @property
     def total(self) -> int:
@@ -52,11 +57,15 @@ def server_memory(model: Sized, section: ServerConfig) -> ServerMemory:
     heads = max(1, size.num_kv_heads // section.tp)
     # of latent attention every rank keeps the whole latent
     kept = size.latent_kept or 2 * heads * size.head_dim
-    kv = size.num_layers * kept * BYTES[section.dtype]
+    kv = (size.num_layers - size.delta_layers) * kept * BYTES[section.dtype]
+    state = 0
+    if size.delta_net is not None:
+        state = size.delta_layers * size.delta_net.state_bytes(section.tp, BYTES[section.dtype])
     tokens = section.max_total_tokens
     if tokens is None and section.gpu_memory_gib is not None:
-        tokens = max(0, _limit(section, section.gpu_memory_gib) - weights) // kv
-    return ServerMemory(weights, kv, tokens)
+        room = max(0, _limit(section, section.gpu_memory_gib) - weights)
+        tokens = int(room / (1 + STATES_SHARE if state else 1)) // kv
+    return ServerMemory(weights, kv, tokens, state)
 
 
 def weight_bytes(model: Sized, section: ServerConfig) -> int:
@@ -97,6 +106,7 @@ def refusal(key: str, model: Sized, section: ServerConfig, context: int) -> str 
         return None
     memory, limit = server_memory(model, section), _limit(section, section.gpu_memory_gib)
     needed = memory.weights + memory.kv_token_bytes * max(context, section.max_total_tokens or 0)
+    needed += memory.state_bytes
     if needed <= limit:
         return None
     return (

@@ -91,13 +91,16 @@ def holds_what_is_planned(learner: MegatronLearner, model: Path) -> None:
         if sum(view.length for view in views)
     }
     parallel, fields = learner.config.parallel, learner.config.megatron
-    planned = {
-        held.name: full[held.name].narrow(held.dim, held.start, held.length)
-        for held in learner_holdings(learner.spec, parallel, fields)
-        if rank in held.ranks
-    }
+    planned: dict[str, list[torch.Tensor]] = {}
+    dims: dict[str, int] = {}
+    for held in learner_holdings(learner.spec, parallel, fields):
+        if rank in held.ranks:
+            part = full[held.name].narrow(held.dim, held.start, held.length)
+            planned.setdefault(held.name, []).append(part)
+            dims[held.name] = held.dim
     assert local.keys() == planned.keys(), local.keys() ^ planned.keys()
-    for name, part in planned.items():
+    for name, parts in planned.items():
+        part = torch.cat(parts, dim=dims[name])
         assert torch.equal(local[name], part.to(local[name].dtype)), name
 
 

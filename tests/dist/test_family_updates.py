@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from megatron_opd.records.types import Batch
 from tests.dist.caches import make_batch, oracle_update
 from tests.dist.layouts import ADAM, LAYOUTS, gaps, relative_gap, run, weights
+from tests.support.delta_models import tiny_qwen3_5, tiny_qwen3_5_moe
 from tests.support.figures import bounded, relative
 from tests.support.latent_models import tiny_deepseek_v2, tiny_deepseek_v3
 from tests.support.models import (
@@ -27,6 +28,9 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "glm 4.5": (tiny_glm4_moe, {"num_hidden_layers": 4}),
     "deepseek v2": (tiny_deepseek_v2, {}),
     "deepseek v3": (tiny_deepseek_v3, {}),
+    # a state that every segment begins anew, gates, norms around 0
+    "qwen3.5": (tiny_qwen3_5, {}),
+    "qwen3.5 moe": (tiny_qwen3_5_moe, {}),
     # norms after the projections and over the heads of both ranks, windows, two rotary tables
     "olmo 3": (tiny_olmo3, {"sliding_window": 7}),
     "olmo 3, one key": (tiny_olmo3, {"sliding_window": 7, "num_key_value_heads": 1}),
@@ -40,6 +44,9 @@ CASES = [
     ("glm 4.5", "dp2 ep2"),
     ("deepseek v3", "tp2 cp2"),
     ("deepseek v3", "dp2 ep2"),
+    ("qwen3.5", "tp2"),
+    ("qwen3.5", "cp2"),
+    ("qwen3.5 moe", "dp2 ep2"),
     ("olmo 3", "tp2 cp2"),
     ("olmo 3, one key", "tp2"),
     ("llama, biased, yarn", "tp2"),

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Fusion = Literal["none", "qkv", "gate_up"]
+Fusion = Literal["none", "qkv", "gate_up", "delta"]
 Layers = Literal["all", "dense", "moe"]
+Attention = Literal["all", "full", "delta"]
 Window = Literal["none", "limit", "layers"]
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -26,10 +27,12 @@ class Row:
     mcore: its spellings, relative to the layer (or the model, for top-level rows). hf: the tensors
     it holds, relative to the layer, in fusion order. `{e}` stands for the expert: local in `mcore`,
     global in `hf`. dim: the dimension (of the Hugging Face tensors) that tensor parallelism splits;
-    None: replicated. fusion: `qkv` interleaves [q.. q k v] per KV group, `gate_up` stacks both.
-    vocab: dimension 0 is the vocabulary, which Megatron pads with rows of zeros. layers: which have
-    the parameter. exact: servers hold it in float32, whatever their dtype. buffer: so does the
-    learner, as a buffer of Megatron's, which no optimizer moves.
+    None: replicated. fusion: `qkv` interleaves [q.. q k v] per KV group (with an output gate [q..
+    gate.. k v]), the others stack sections (models/tensors.py). vocab: dimension 0 is the
+    vocabulary, which Megatron pads with rows of zeros. layers: which have the parameter, by their
+    feed-forward block; attention: by what mixes positions. exact: servers hold it in float32,
+    whatever their dtype. buffer: so does the learner, as a buffer of Megatron's, which no optimizer
+    moves.
     """
 
     mcore: tuple[str, ...]
@@ -39,6 +42,7 @@ class Row:
     expert: bool = False
     vocab: bool = False
     layers: Layers = "all"
+    attention: Attention = "all"
     exact: bool = False
     buffer: bool = False
 
@@ -105,6 +109,30 @@ QK_NORM = (
     Row(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
     Row((KEY_NORM,), ("self_attn.k_norm.weight",)),
 )
+
+DELTA_NORM = "self_attention.in_proj.layer_norm_weight"
+_DELTA = "linear_attn."
+GATED_NORM = f"{_DELTA}norm.weight"
+"""A norm that multiplies by its weight whatever Family.zero_centred_norms says."""
+_DELTA_NET = (
+    Row(
+        ("self_attention.in_proj.weight",),
+        tuple(f"{_DELTA}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        0,
+        "delta",
+    ),
+    Row(("self_attention.conv1d.weight",), (f"{_DELTA}conv1d.weight",), 0, "delta"),
+    Row(("self_attention.dt_bias",), (f"{_DELTA}dt_bias",), 0),
+    Row(("self_attention.A_log",), (f"{_DELTA}A_log",), 0, exact=True),
+    Row(("self_attention.out_norm.weight",), (GATED_NORM,)),
+    Row(("self_attention.out_proj.weight",), (f"{_DELTA}out_proj.weight",), 1),
+)
+MIXED_ATTENTION = (
+    replace(_INPUT_NORM, mcore=(*_INPUT_NORM.mcore, DELTA_NORM)),
+    *(replace(row, attention="full") for row in (*PROJECTIONS, *QK_NORM)),
+    *(replace(row, attention="delta") for row in _DELTA_NET),
+)
+"""Attention with normed queries and keys in some layers, a gated delta net in the others."""
 POST_NORM = Row(
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     ("post_attention_layernorm.weight",),
@@ -210,7 +238,9 @@ class Family:
     those of hf_config.ONE_SIDED. reads: keys of that table of which all of them read every value.
     rope_types: rotary positions that all of them know. rotary_share: default of
     partial_rotary_factor; None: all of them turn every feature of a head, and it is 1.
-    interleaved: rotary positions turn neighbours, not a feature of either half. window: what
+    rope_keys: further rotary settings, without effect on text. interleaved: rotary positions turn
+    neighbours, not a feature of either half. zero_centred_norms: a norm multiplies by 1 + weight.
+    output_gate: the query projection makes a gate of each head's output too. window: what
     sliding_window does, nothing; it limits the context, as SGLang ignores it; or layer_types says
     where it is. plain_window: rotary positions of windowed layers are never scaled. shares_heads:
     ranks of a server may share a key-value head. own_modules: SGLang runs transformers' modules.
@@ -242,7 +272,10 @@ class Family:
     reads: frozenset[str] = frozenset()
     rope_types: tuple[str, ...] = ROPE_TYPES
     rotary_share: float | None = None
+    rope_keys: frozenset[str] = frozenset()
     interleaved: bool = False
+    zero_centred_norms: bool = False
+    output_gate: bool = False
     window: Window = "none"
     plain_window: bool = False
     shares_heads: bool = True
@@ -253,6 +286,11 @@ class Family:
     def latent(self) -> bool:
         """Returns whether its attention is latent attention."""
         return _FROM_LATENT[0] in self.layer or _FROM_INPUT[0] in self.layer
+
+    @property
+    def has_delta_net(self) -> bool:
+        """Returns whether some layers have a gated delta net instead of attention."""
+        return any(row.attention == "delta" for row in self.layer)
 
     @property
     def sigmoid_router(self) -> bool:

@@ -11,9 +11,10 @@ from megatron_opd.models.families.mixtral import MIXTRAL
 from megatron_opd.models.families.olmo import OLMO2, OLMO3
 from megatron_opd.models.families.phi import PHI3
 from megatron_opd.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megatron_opd.models.families.qwen_delta import QWEN3_5, QWEN3_5_MOE
 from megatron_opd.models.families.smollm import SMOLLM3
 
-_QWEN = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+_QWEN = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE)
 _LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE)
 FAMILIES = {
     family.name: family

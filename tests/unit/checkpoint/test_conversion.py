@@ -285,7 +285,7 @@ def _indexed(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
 
 NORM = "model.norm.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "architecture": (_config(model_type="gpt2"), r"one of .*llama, .*, qwen3, qwen3_moe"),
+    "architecture": (_config(model_type="gpt2"), r"one of .*llama, .*, qwen3, .*qwen3_moe"),
     "no config": (lambda p: (p / "config.json").unlink(), r"has no config\.json"),
     "no weights": (lambda p: (p / SINGLE).unlink(), r"holds neither model\.safetensors nor"),
     "cut": (lambda p: _cut(p / SINGLE, 1), r"is incomplete: its header describes"),

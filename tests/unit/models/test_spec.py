@@ -40,7 +40,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     [
         (
             {"model_type": "gpt2"},
-            "model_type must be one of .*llama, .*, qwen3, qwen3_moe, .*got 'gpt2'",
+            "model_type must be one of .*llama, .*, qwen3, .*qwen3_moe, .*got 'gpt2'",
         ),
         ({"model_type": "qwen2", "attention_bias": True}, "attention_bias must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),

@@ -17,6 +17,8 @@ from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.places import places
 from megatron_opd.models.rope import Rope
 from megatron_opd.models.spec import read_model_spec
+from megatron_opd.models.tensors import expected_tensors
+from tests.support.delta_models import tiny_qwen3_5, tiny_qwen3_5_moe
 from tests.support.latent_models import (
     tiny_deepseek_v2,
     tiny_deepseek_v3,
@@ -51,6 +53,8 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "qwen2": tiny_qwen2,
     "qwen2_moe": tiny_qwen2_moe,
     "qwen3": tiny_qwen3,
+    "qwen3_5_moe_text": tiny_qwen3_5_moe,
+    "qwen3_5_text": tiny_qwen3_5,
     "qwen3_moe": tiny_qwen3_moe,
     "smollm3": tiny_smollm3,
 }
@@ -72,7 +76,9 @@ def test_published_names_and_shapes(family: str, tied: bool, tmp_path: Path):
     assert AutoConfig.from_pretrained(model).architectures == [spec.family.architecture]
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "family", ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"]
+)
 def test_the_spelling_in_memory_holds_the_same_tensors(family: str, tmp_path: Path):
     overrides = {"first_k_dense_replace": 0} if family == "glm4_moe" else {}
     published = MAKERS[family](tmp_path / "published", **overrides)
