@@ -18,6 +18,7 @@ from tests.support.models import (
     tiny_glm4_moe,
     tiny_llama,
     tiny_olmo3,
+    tiny_phi3,
     tiny_qwen2_moe,
 )
 
@@ -34,6 +35,8 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     # norms after the projections and over the heads of both ranks, windows, two rotary tables
     "olmo 3": (tiny_olmo3, {"sliding_window": 7}),
     "olmo 3, one key": (tiny_olmo3, {"sliding_window": 7, "num_key_value_heads": 1}),
+    # exports fuse what its files hold fused; half of a head turns
+    "phi 4": (tiny_phi3, {}),
     # the output projection's bias is added once
     "llama, biased, yarn": (tiny_llama, {"attention_bias": True, "rope_parameters": YARN_ROPE}),
 }
@@ -49,6 +52,7 @@ CASES = [
     ("qwen3.5 moe", "dp2 ep2"),
     ("olmo 3", "tp2 cp2"),
     ("olmo 3, one key", "tp2"),
+    ("phi 4", "tp2 cp2"),
     ("llama, biased, yarn", "tp2"),
 ]
 Made = tuple[Path, list[Batch], list[dict[str, Any]], Path]

@@ -21,6 +21,7 @@ from tests.support.models import (
     tiny_mistral,
     tiny_mixtral,
     tiny_olmo2,
+    tiny_phi3,
     tiny_qwen3,
     tiny_qwen3_moe,
     tiny_smollm3,
@@ -163,6 +164,7 @@ def test_what_sglang_reads_otherwise_is_refused(
     ("write", "fields"),
     [
         (tiny_mistral, {"sliding_window": 1024}),
+        (tiny_phi3, {"sliding_window": 1024}),
         (tiny_qwen3, {"sliding_window": 1024, "use_sliding_window": True}),
     ],
 )

@@ -71,6 +71,15 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
             {"model_type": "olmo3", "sliding_window": 64},
             "rope_parameters must be absent in an olmo3 model",
         ),
+        (
+            {"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor of rope_parameters must stand in config.json itself too, .*"
+            "got 0.5 and 1",
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope"}},
+            "rope type must be one of default, got 'longrope'",
+        ),
         (OLMO3 | {"rope_theta": 1e4}, "rope_theta must be 500000 in an olmo3 model"),
         (OLMO3 | {"sliding_window": None}, "sliding_window must be an integer in an olmo3 model"),
         (OLMO3 | {"rope_scaling": YARN}, "rope_theta must not stand in rope_scaling of an olmo3"),

@@ -17,7 +17,6 @@ from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.places import places
 from megatron_opd.models.rope import Rope
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.models.tensors import expected_tensors
 from tests.support.delta_models import tiny_qwen3_5, tiny_qwen3_5_moe
 from tests.support.latent_models import (
     tiny_deepseek_v2,
