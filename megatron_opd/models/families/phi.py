@@ -18,7 +18,9 @@ from megatron_opd.models.families.family import (
 
 
 def _check(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a partial rotary factor where SGLang 0.5.23 does not look for it."""
+    """Raise ValueError for what transformers refuses, or SGLang 0.5.23 does not find."""
+    if config.get("original_max_position_embeddings", 1) is None:
+        raise ValueError("original_max_position_embeddings must be a number or left out, got null")
     for key in ("rope_parameters", "rope_scaling"):
         settings: Any = config.get(key) or {}
         if not isinstance(settings, dict) or "partial_rotary_factor" not in settings:
