@@ -24,7 +24,6 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig, Trust
 from megatron_opd.config.wording import shown
 from megatron_opd.errors import UserError, checked
-from megatron_opd.inputs.quantised import check_format
 from megatron_opd.inputs.served_rules import (
     DELTA_NET,
     MEASURED,
@@ -35,7 +34,7 @@ from megatron_opd.inputs.served_rules import (
     named_architecture,
     rope_settings,
 )
-from megatron_opd.inputs.weights import has_weights, served_tensors
+from megatron_opd.inputs.weights import check_format, has_weights, served_tensors
 from megatron_opd.models.delta_net import DeltaNet
 from megatron_opd.models.families.mixtral import MIXTRAL
 from megatron_opd.models.families.table import FAMILIES

@@ -1,29 +1,11 @@
-"""Says what becomes of quantised checkpoints, and refuses formats that nothing here knows."""
+"""Says what becomes of quantised checkpoints."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_opd.checkpoint.hf_formats import require_known
 from megatron_opd.config.roles import STUDENT, Role
-from megatron_opd.config.servers import Trust
-from megatron_opd.errors import UserError
 from megatron_opd.inputs.weights import has_weights, known_format
-
-
-def check_format(path: Path, key: str, trust: Trust) -> None:
-    """Raise UserError for a model to be served whose format nobody compared; trust: any allows it.
-
-    A server on a CPU, which has no kernels for such formats, refuses it all the same.
-    """
-    if trust == "any":
-        return
-    try:
-        require_known(path)
-    except ValueError as error:
-        raise UserError(
-            f"{key}: {error}; on GPUs, trust: any serves it by SGLang's own kernels"
-        ) from None
 
 
 def quantised_note(role: Role, path: Path) -> str | None:

@@ -26,6 +26,7 @@ from megatron_opd.checkpoint.hf_formats import (
     presented,
     require_known,
 )
+from megatron_opd.config.servers import Trust
 from megatron_opd.errors import UserError
 from megatron_opd.models.file_kinds import other_kind
 from megatron_opd.models.spec import ModelSpec
@@ -100,6 +101,21 @@ def unread_note(path: Path, key: str, spec: ModelSpec) -> str | None:
     if not unread:
         return None
     return f"{key}: {path} holds {some(unread)}, which nothing reads and no export will hold"
+
+
+def check_format(path: Path, key: str, trust: Trust) -> None:
+    """Raise UserError for a model to be served whose format nobody compared; trust: any allows it.
+
+    A server on a CPU, which has no kernels for such formats, refuses it all the same.
+    """
+    if trust == "any":
+        return
+    try:
+        require_known(path)
+    except ValueError as error:
+        raise UserError(
+            f"{key}: {error}; on GPUs, trust: any serves it by SGLang's own kernels"
+        ) from None
 
 
 def known_format(path: Path) -> CheckpointFormat | None:
