@@ -116,15 +116,16 @@ class Bounds:
         """Return the least time of the end of the weight sync after an update that ends `after_s`.
 
         One comes after the other. With in_flight keep it waits for all that is sampled: where no
-        rollout waits for another, that is all that the weight sync before let be admitted, unless
-        updates take no time, so that it begins before those do.
+        rollout waits for another, that is all that the weight sync before let be admitted. It may
+        begin before those do, and so not wait for them, as soon as that one ends: with overlap, or
+        where updates take no time.
         """
         schedule, student = candidate.schedule, candidate.student
         before = update - schedule.config.sync_every
         begins_s = max(after_s, synced.get(before, 0.0))
         waits = schedule.config.in_flight == "keep" and candidate.concurrency >= schedule.permits
-        takes_time = any(self._trained(candidate.learner.cost)[before:update])
-        if waits and takes_time and before in synced:
+        follows = self._overlaps or not any(self._trained(candidate.learner.cost)[before:update])
+        if waits and not follows and before in synced:
             first = self._first_sample(before, schedule)
             stop = min(self._first_sample(update, schedule), len(self._tokens_N))
             if first < stop:
