@@ -40,7 +40,8 @@ from megatron_opd.models.families.mixtral import MIXTRAL
 from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.file_kinds import ADAPTER, adapter_line, pointer_in, pointer_line
 from megatron_opd.models.hf_config import check_delta_nets
-from megatron_opd.models.spec import MAX_COUNT, ModelSpec, read_config, read_model_spec
+from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
+from megatron_opd.models.values import MAX_COUNT
 from megatron_opd.sizing.served import ModelSize, TensorKind, kinds_of, size_of
 
 SUPPORTED_ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values())
@@ -172,8 +173,13 @@ def read_served(path: Path, key: str, trust: Trust = "measured") -> ServedFacts:
     check_format(path, key, trust)
     if has_weights(path):
         net, layers = _delta_net(raw)
+        family = FAMILIES.get(str(raw.get("model_type")))
         size = ModelSize(
-            tensors=_kinds(path, key, raw), delta_net=net, delta_layers=layers, **numbers
+            tensors=_kinds(path, key, raw),
+            delta_net=net,
+            delta_layers=layers,
+            whole_embedding=family is not None and family.scaled_embedding,
+            **numbers,
         )
     elif raw.get("model_type") in FAMILIES:
         size = size_of(checked(lambda: read_model_spec(path)))

@@ -6,7 +6,6 @@ Its weights mean nothing until checkpoint.convert fills every one of them.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from shutil import which
 from typing import Any
@@ -36,8 +35,14 @@ from megatron_opd.learner.attention import (
     PackedRotary,
 )
 from megatron_opd.learner.delta_net import delta_net_fields, require_kernels
-from megatron_opd.learner.gated import keep_less
-from megatron_opd.learner.layers import layer_spec, norm_class, turn
+from megatron_opd.learner.gated import gelu, keep_less
+from megatron_opd.learner.layers import (
+    layer_spec,
+    norm_class,
+    scale_embedding,
+    softmax_scale,
+    turn,
+)
 from megatron_opd.learner.lm_head import hide_padded_ids
 from megatron_opd.learner.mla import latent_fields, place_rotary
 from megatron_opd.learner.overrides import build, check_overrides
@@ -80,7 +85,7 @@ def transformer_config(
         "attention_softmax_in_fp32": True,
         # Megatron's default refuses variable lengths, even in a dense model.
         "moe_token_dispatcher_type": "alltoall",
-        "bias_activation_fusion": cuda,
+        "bias_activation_fusion": cuda and not spec.family.gelu,
         "gradient_accumulation_fusion": kernels.fused_gradients,
         # Otherwise every layer asks the GPU for every segment's length, twice.
         "apply_rope_fusion": kernels.engine and spec.latent is None,
@@ -186,11 +191,10 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "qk_layernorm": spec.family.qk_norm,
         "add_qkv_bias": spec.family.qkv_bias,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": gelu if spec.family.gelu else F.silu,
         "add_bias_linear": False,
         "rotary_interleaved": spec.rope.interleaved,
-        # Cosines and sines times a factor: products of queries and keys times its square.
-        "softmax_scale": spec.rope.logit_factor / math.sqrt(spec.head_dim),
+        "softmax_scale": softmax_scale(spec, spec.rope),
         "window_size": None if spec.window is None else (spec.window - 1, 0),
         "no_rope_freq": [int(unturned) for unturned in spec.unturned] or None,
         "window_attn_skip_freq": [int(windowed) for windowed in spec.windowed] or None,
@@ -282,12 +286,14 @@ def _chunk(
             vp_stage=vp_stage,
         )
     )
-    if not engine:
+    if not engine or spec.family.gelu:  # for which Megatron has no kernel
         keep_less(model)
     if spec.latent is not None:
         place_rotary(model, spec, world.device, engine=engine)
     else:
         _place_rotary(model, spec, config, world)
+    if spec.family.scaled_embedding:
+        scale_embedding(model, spec)
     hide_padded_ids(model, spec.num_ids)
     sort_choices(model)
     model.to(world.device, config.params_dtype)

@@ -112,8 +112,47 @@ def check_delta_nets(config: Mapping[str, Any]) -> list[str]:
     return served
 
 
-def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the rotary settings, with rope_type and rope_theta.
+def _of_layers(config: dict[str, Any], family: Family, *, windowed: bool) -> dict[str, Any]:
+    """Return `config` with the rotary settings of one kind of layers alone. ValueError.
+
+    transformers 5 writes both into rope_parameters; transformers 4 wrote rope_theta and
+    rope_scaling of the layers without a window, rope_local_base_freq of the others.
+    """
+    written, kinds = config.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
+    if any(each not in kinds for each in written):
+        raise ValueError(
+            f"rope_parameters must hold {' and '.join(kinds)} alone in a {family.name} model, got "
+            f"{shown(written)}"
+        )
+    settings = written.get(kinds[windowed]) or {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{kinds[windowed]} must be a mapping, got {shown(settings)}")
+    if windowed and settings.get("rope_type", "default") != "default":
+        raise ValueError(
+            "rope_type of sliding_attention must be 'default', which SGLang 0.5.23 takes it for, "
+            f"got {shown(settings['rope_type'])}"
+        )
+    scaling = {} if windowed else config.get("rope_scaling") or {}
+    if settings and "rope_type" not in settings | scaling:
+        raise ValueError(
+            f"rope_type must stand in {kinds[windowed]}, where transformers fails without it, got "
+            f"{shown(settings)}"
+        )
+    for key in ("type", "rope_theta"):
+        if key in scaling or (key == "type" and key in settings):
+            raise ValueError(
+                f"{key} must not stand in the rotary settings of a {family.name} model: write "
+                "rope_type there, and rope_theta outside rope_scaling"
+            )
+    theta = ("rope_local_base_freq", family.window_theta) if windowed else ("rope_theta", None)
+    found = {"rope_theta": config.get(theta[0], theta[1] or family.theta)} | settings | scaling
+    return config | {"rope_scaling": None, "rope_parameters": found}
+
+
+def rope_parameters(
+    config: dict[str, Any], family: Family, *, windowed: bool = False
+) -> dict[str, Any]:
+    """Return the rotary settings, with rope_type and rope_theta, of windowed layers or the others.
 
     transformers 5 has rope_parameters, transformers 4 rope_theta and rope_scaling. Where both are
     there, rope_scaling is taken whole, and a rope_theta inside rope_parameters is lost.
@@ -121,6 +160,8 @@ def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         if config.get(key) and not isinstance(config[key], dict):
             raise ValueError(f"{key} must be a mapping, got {shown(config[key])}")
+    if family.window_theta is not None:
+        config = _of_layers(config, family, windowed=windowed)
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", family.theta))
     rope.setdefault("rope_type", rope.get("type", "default"))

@@ -73,9 +73,13 @@ class Shapes:
 
 def layer_bytes(shapes: Shapes, layer: int) -> float:
     """Count what one layer of a micro-batch keeps on one rank, without recomputation."""
+    family, features = shapes.spec.family, shapes.spec.hidden_size
     net = shapes.spec.delta_net if shapes.spec.has_delta_net(layer) else None
     mixer = _attention(shapes) if net is None else _delta_net(shapes, net)
-    per_token = 2 * _norm(shapes, shapes.spec.hidden_size) + mixer
+    per_token = 2 * _norm(shapes, features) + mixer
+    if family.pre_norm and family.post_norm:
+        # two more, whose outputs are added to the residual stream and not kept
+        per_token += 2 * (_norm(shapes, features) - features * shapes.element_bytes)
     around = per_token * shapes.tokens / shapes.parallel.tp
     return around + feed_forward_bytes(shapes, layer)
 
@@ -111,7 +115,9 @@ def _norm(shapes: Shapes, features: int) -> float:
     """Count a norm's input and output over `features`, with its reciprocal root mean square."""
     size = shapes.element_bytes
     if shapes.local:
-        return features * (4 + 2 * size) + 4
+        # what the weight multiplies is rounded before, or after where that is 1 + weight
+        normed = 4 if shapes.spec.family.zero_centred_norms else size
+        return features * (4 + normed + size) + 4
     return 2 * features * size + 4
 
 
@@ -138,7 +144,8 @@ def _attention(shapes: Shapes) -> float:
         if shapes.local:
             # float32 copies of 16-bit inputs, and the normalised heads before their weight
             copies = (queries + keys) * 4 if size < 4 else queries * size
-            kept += copies - queries * size + (queries + keys) * size
+            normed = 4 if spec.family.zero_centred_norms else size
+            kept += copies - queries * size + (queries + keys) * normed
     if shapes.local:
         # padded to [segments, longest] for one call: q, k and v once more; the output is gathered
         kept += (queries + 2 * keys) * size + queries * size

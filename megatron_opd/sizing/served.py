@@ -59,7 +59,7 @@ class ModelSize:
     num_experts, experts_per_token: 0 without experts. shared_ffn_size: of the experts that every
     token visits, 0 without. latent_kept: numbers of a token that a layer of latent attention keeps
     whole on every rank; 0: keys and values are kept, by heads. delta_layers: those that keep the
-    state of delta_net instead.
+    state of delta_net instead. whole_embedding: every rank has all of it.
     """
 
     num_layers: int
@@ -76,6 +76,7 @@ class ModelSize:
     latent_kept: int = 0
     delta_net: DeltaNet | None = None
     delta_layers: int = 0
+    whole_embedding: bool = False
 
     @property
     def parameters(self) -> int:
@@ -138,6 +139,7 @@ def _size_of_spec(spec: ModelSpec) -> ModelSize:
         0 if spec.latent is None else spec.latent.kept,
         spec.delta_net,
         sum(spec.delta_layers),
+        whole_embedding=spec.family.scaled_embedding,
     )
 
 

@@ -20,6 +20,7 @@ from megatron_opd.sizing.served import ModelSize, Sized, TensorKind, size_of
 from sglang_bridge.weights.formats import EXACT, NUMBERS, PLAIN, SCALES, is_quantised, item_bytes
 
 REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+EMBEDDING = "model.embed_tokens.weight"
 COPIED = "kv_b_proj.weight"
 """A matrix of which SGLang computes with a copy (sglang_bridge/server/compat/mla.py)."""
 WHOLE = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight", "shared_expert_gate.weight")
@@ -93,6 +94,8 @@ def _ranks(kind: TensorKind, size: ModelSize, section: ServerConfig) -> int:
     """Return over how many ranks a tensor is split."""
     if kind.name.endswith(REPLICATED_HEADS):
         return min(section.tp, size.num_kv_heads)
+    if size.whole_embedding and kind.name == EMBEDDING:
+        return 1
     split = len(kind.shape) > 1 and not kind.name.endswith(ROUTERS)
     return section.tp if split or kind.name.endswith(SPLIT_BIASES) else 1
 

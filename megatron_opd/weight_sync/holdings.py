@@ -129,7 +129,7 @@ def server_holdings(spec: ModelSpec, tp: int, ep: int) -> Iterator[Held]:
         names, shapes = hf_names(spec.family, key), row_shapes(spec, row)
         for place, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             dim = row.dim or 0
-            if row.dim is None:
+            if row.dim is None or (row.vocab and spec.family.scaled_embedding):
                 yield Held(name, shape, 0, 0, shape[0], everyone, _kind(row))
                 continue
             if row.expert:

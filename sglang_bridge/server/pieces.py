@@ -20,8 +20,9 @@ from sglang_bridge.weights.digest import as_text, slice_digest
 from sglang_bridge.weights.formats import HELD_AS, PLAIN_BYTES, scales_of
 
 KNOWN = frozenset(getattr(torch, name) for name in (*PLAIN_BYTES, *HELD_AS.values()))
-GATES = frozenset({"Glm4MoeGate", "Glm4MoeLiteGate", "MoEGate"})
-"""Names of classes of routers that are no linear layers; importing them takes seconds."""
+UNSPLIT = frozenset({"Glm4MoeGate", "Glm4MoeLiteGate", "MoEGate", "Gemma3TextScaledWordEmbedding"})
+"""Names of classes of routers that are no linear layers, and of an embedding that every rank holds
+whole; importing them takes seconds."""
 WEIGHT, SCALES = "weight", scales_of("weight")
 LATENTS = "fused_qkv_a_proj_with_mqa"
 
@@ -162,7 +163,7 @@ def _own_pieces(
 def _is_whole(module: torch.nn.Module, linear: Any) -> bool:
     """Returns whether each rank holds all of a layer's matrix, or of a row-parallel one's bias."""
     whole = (linear.ReplicatedLinear, linear.RowParallelLinear, torch.nn.Linear)
-    return isinstance(module, whole) or type(module).__name__ in GATES
+    return isinstance(module, whole) or type(module).__name__ in UNSPLIT
 
 
 def _qkv(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:

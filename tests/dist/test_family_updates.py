@@ -15,6 +15,7 @@ from tests.support.figures import bounded, relative
 from tests.support.latent_models import tiny_deepseek_v2, tiny_deepseek_v3
 from tests.support.models import (
     YARN_ROPE,
+    tiny_gemma3,
     tiny_glm4_moe,
     tiny_llama,
     tiny_olmo3,
@@ -37,6 +38,8 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "olmo 3, one key": (tiny_olmo3, {"sliding_window": 7, "num_key_value_heads": 1}),
     # exports fuse what its files hold fused; half of a head turns
     "phi 4": (tiny_phi3, {}),
+    # norms that multiply by 1 + weight, scaled embeddings, GELU, rotary tables of their own
+    "gemma 3": (tiny_gemma3, {"sliding_window": 7}),
     # the output projection's bias is added once
     "llama, biased, yarn": (tiny_llama, {"attention_bias": True, "rope_parameters": YARN_ROPE}),
 }
@@ -53,6 +56,8 @@ CASES = [
     ("olmo 3", "tp2 cp2"),
     ("olmo 3, one key", "tp2"),
     ("phi 4", "tp2 cp2"),
+    ("gemma 3", "tp2 cp2"),
+    ("gemma 3", "pp2 vpp2"),
     ("llama, biased, yarn", "tp2"),
 ]
 Made = tuple[Path, list[Batch], list[dict[str, Any]], Path]

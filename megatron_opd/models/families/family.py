@@ -240,9 +240,12 @@ class Family:
     partial_rotary_factor; None: all of them turn every feature of a head, and it is 1.
     rope_keys: further rotary settings, without effect on text. interleaved: rotary positions turn
     neighbours, not a feature of either half. zero_centred_norms: a norm multiplies by 1 + weight.
-    output_gate: the query projection makes a gate of each head's output too. window: what
+    output_gate: the query projection makes a gate of each head's output too. gelu: what gates is
+    GELU by its tanh formula, not SiLU. scaled_embedding: embeddings are multiplied by the root of
+    hidden_size, and each rank of a server holds them all. window: what
     sliding_window does, nothing; it limits the context, as SGLang ignores it; or layer_types says
-    where it is. plain_window: rotary positions of windowed layers are never scaled. shares_heads:
+    where it is. window_theta: rotary positions of windowed layers have settings of their own, and
+    this rope_theta where nothing names it. plain_window: they are never scaled. shares_heads:
     ranks of a server may share a key-value head. own_modules: SGLang runs transformers' modules.
     check: raises ValueError for a complete config.json that transformers and SGLang read
     differently.
@@ -276,7 +279,10 @@ class Family:
     interleaved: bool = False
     zero_centred_norms: bool = False
     output_gate: bool = False
+    gelu: bool = False
+    scaled_embedding: bool = False
     window: Window = "none"
+    window_theta: float | None = None
     plain_window: bool = False
     shares_heads: bool = True
     own_modules: bool = False

@@ -64,6 +64,12 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "max_window_layers": (1, 28),
     "no_rope_layers": ([1, 0], [0, 0], [1], [2, 1], None),
     "no_rope_layer_interval": (1, 2, None),
+    "sliding_window_pattern": (2, 6, None),
+    "rope_local_base_freq": (500.0, 10000, None),
+    "query_pre_attn_scalar": (16, 256, None),
+    "hidden_activation": ("gelu_pytorch_tanh", "gelu", None),
+    "attn_logit_softcapping": (None, 50.0),
+    "use_bidirectional_attention": (False, True, None),
     "layer_types": (
         ["full_attention"] * 2,
         ["full_attention", "sliding_attention"],
@@ -133,7 +139,13 @@ def same(spec: ModelSpec, config: Any) -> None:
     assert (spec.norm_eps, spec.tied) == (config.rms_norm_eps, config.tie_word_embeddings)
     assert spec.max_position == config.max_position_embeddings
     assert spec.initializer_range == config.initializer_range
-    assert config.hidden_act == "silu"
+    if spec.family.gelu:
+        assert config.hidden_activation == "gelu_pytorch_tanh"
+        assert spec.query_scalar == config.query_pre_attn_scalar
+        softcaps = config.attn_logit_softcapping, config.final_logit_softcapping
+        assert (*softcaps, config.use_bidirectional_attention or None) == (None,) * 3
+    else:
+        assert config.hidden_act == "silu"
     glm = spec.family.name == "glm4_moe"
     biased = spec.family.qkv_bias if glm else spec.family.o_bias
     assert getattr(config, "attention_bias", False) == biased
@@ -232,6 +244,10 @@ def test_every_default_and_every_plain_value_is_accepted(family: str, key: str |
         plain[key] = 0
     if family == "phi3" and key == "rope_scaling":
         return  # the learner knows none of the types that transformers' class has
+    if family == "gemma3_text":
+        plain |= {key: True} if key == "tie_word_embeddings" else {}
+        if key == "rope_parameters":
+            plain[key] = {"full_attention": ROPES[0] | {"rope_theta": 1e5}}
     if family in BASE and key in ("rope_parameters", "rope_theta"):
         return  # one value alone is accepted, and it has been
     wrong = (("olmo2", "sliding_window"), ("olmo3", "layer_types"))

@@ -15,6 +15,7 @@ from tests.support.delta_models import tiny_qwen3_5
 from tests.support.figures import bounded, relative
 from tests.support.latent_models import tiny_deepseek_v2, tiny_deepseek_v3
 from tests.support.models import (
+    tiny_gemma3,
     tiny_llama,
     tiny_mixtral,
     tiny_olmo3,
@@ -34,6 +35,7 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
     "qwen2-moe": (tiny_qwen2_moe, MIXED),
     "llama": (tiny_llama, {}),
     "olmo3": (tiny_olmo3, {}),
+    "gemma3": (tiny_gemma3, {}),
     "deepseek v2": (tiny_deepseek_v2, {"first_k_dense_replace": 3}),
     "deepseek v3": (tiny_deepseek_v3, {"first_k_dense_replace": 3}),
 }

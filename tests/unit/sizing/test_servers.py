@@ -13,6 +13,7 @@ from megatron_opd.weight_sync.holdings import as_held, server_holdings
 from sglang_bridge.weights.formats import item_bytes
 from tests.support.delta_models import tiny_qwen3_5
 from tests.support.latent_models import tiny_deepseek_v3
+from tests.support.models import tiny_gemma3
 from tests.support.published import MODELS, spec_of
 
 GIB = 2**30
@@ -87,6 +88,16 @@ def test_a_server_keeps_a_state_of_each_sequence_in_layers_without_attention(tmp
     pool = servers.server_memory(spec, server())
     room = int(79 * GIB * 0.8) - pool.weights
     assert pool.kv_tokens == int(room / 1.9) // pool.kv_token_bytes
+
+
+def test_every_rank_keeps_a_whole_scaled_embedding(tmp_path: Path):
+    spec = read_model_spec(tiny_gemma3(tmp_path / "model"))
+    for tp in (1, 2):
+        by_rank = [0] * tp
+        for part in server_holdings(spec, tp, 1):
+            for rank in part.ranks:
+                by_rank[rank] += part.elements * 2
+        assert servers.server_memory(spec, server(tp=tp)).weights == max(by_rank)
 
 
 def test_server_shards():
