@@ -77,7 +77,7 @@ def of_quantised(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
 
     stored = model_tensors(path)
     state = {name: read_rows(each, 0, each.shape[0]) for name, each in stored.items()}
-    config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    config: Any = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
     del config.quantization_config
     kind = getattr(transformers, config.architectures[0])
     return kind.from_pretrained(

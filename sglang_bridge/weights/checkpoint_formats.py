@@ -78,7 +78,8 @@ def checkpoint_format(config: Mapping[str, Any]) -> CheckpointFormat | None:
         return CheckpointFormat("mxfp4")
     if method != "fp8" or key != CONFIG_KEYS[0]:
         raise ValueError(f"{key} with quant_method {str(method)[:40]!r}: {REMEDY}")
-    block, scheme = described.get("weight_block_size"), described.get("activation_scheme")
+    block: Any = described.get("weight_block_size")
+    scheme = described.get("activation_scheme")
     whole = isinstance(block, list) and len(block) == 2
     if not whole or any(type(size) is not int or size < 1 for size in block):
         raise ValueError(

@@ -65,5 +65,6 @@ GEMMA3_TEXT = Family(
     scaled_embedding=True,
     window="layers",
     window_theta=1e4,
+    shares_heads=False,
     check=_check,
 )

@@ -18,6 +18,7 @@ from sglang_bridge.server.spec import NUM_IDS_VARIABLE, server_env
 from tests.support.cli_cases import call, refused
 from tests.support.latent_models import tiny_deepseek_v3
 from tests.support.models import (
+    tiny_gemma3,
     tiny_mistral,
     tiny_mixtral,
     tiny_olmo2,
@@ -210,6 +211,7 @@ def served(model: Path, context: int) -> ServerInfo:
     ("write", "fields", "words"),
     [
         (tiny_olmo2, {"tp": 4}, ("student.tp must be <= the model's key-value", "got tp=4 and 2")),
+        (tiny_gemma3, {"tp": 4}, ("student.tp must be <= the model's key-value", "gemma3_text")),
         (tiny_smollm3, {"tp": 4}, ("student.tp must be <= the model's key-value", "smollm3")),
         (tiny_smollm3, {"quantization": "int8"}, ("student.quantization must be null", "smollm3")),
     ],
