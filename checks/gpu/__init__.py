@@ -1,6 +1,6 @@
 """One check of a machine with a GPU: what works there, and how fast.
 
-    python -m checks gpu [--budget-s 540] [--out gpu-check.json] [--dry]
+    python -m checks gpu [--budget-s 540] [--out gpu-check.json] [--parts lean,step] [--dry]
 
 The parts come in order of worth, each in a process of its own, and none needs another's success:
 what is installed, tests/gpu, the blockwise log-prob operation, draws and scores, weights between

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import subprocess
+import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -54,17 +56,28 @@ def run(
     return Ended(exit_code, time.monotonic() - started, tuple(lines[-LAST_LINES:]))
 
 
-def echoed(command: Sequence[str]) -> tuple[int, tuple[str, ...]]:
-    """Run a command inside a part, whose limit holds for it too: (exit code, its last lines)."""
+def echoed(
+    command: Sequence[str], interrupt_after_s: float = math.inf
+) -> tuple[int, tuple[str, ...]]:
+    """Run a command inside a part, whose limit holds for it too: (exit code, its last lines).
+
+    interrupt_after_s: it gets SIGINT then, and may still say what it found.
+    """
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     last: deque[str] = deque(maxlen=LAST_LINES)
     assert process.stdout is not None
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        last.append(line.rstrip())
-    return process.wait(), tuple(last)
+    late = threading.Timer(interrupt_after_s, process.send_signal, [signal.SIGINT])
+    if math.isfinite(interrupt_after_s):
+        late.start()
+    try:
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last.append(line.rstrip())
+        return process.wait(), tuple(last)
+    finally:
+        late.cancel()
 
 
 def _end_group(process: subprocess.Popen[bytes]) -> None:

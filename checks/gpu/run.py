@@ -38,6 +38,7 @@ ON_GPU = (
         )
     ),
 )
+END_S = 25.0  # in which an interrupted run ends what it started
 MISMATCH = ("mismatch_", "probs_diff_")  # learner against sampler
 KEPT = (
     "status",
@@ -64,7 +65,7 @@ def measure(limit_s: float, *, dry: bool) -> dict[str, Any]:
         command = [sys.executable, "-m", "megatron_opd", "run", CONFIG]
         for setting in (f"run.dir={run_dir}", *(DRY if dry else ON_GPU)):
             command += ["--set", setting]
-        exit_code, said = echoed(command)
+        exit_code, said = echoed(command, max(1.0, limit_s - END_S))
         found = summary_of(run_dir)
         figures = {key: found.get(key) for key in KEPT}
         figures |= {key: found[key] for key in found if key.startswith(MISMATCH)}

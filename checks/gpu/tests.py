@@ -1,10 +1,17 @@
-"""tests/gpu, with the outcome of every test; in a dry check they are collected and skipped."""
+"""tests/gpu, with the outcome of every test; in a dry check they are collected and skipped.
+
+What does not end in time is interrupted, and the tests before it are still told.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
+import time
 import xml.etree.ElementTree as ET
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +20,46 @@ from checks.gpu.record import PartFailed
 
 # The suite's settings and its conftest ask for plugins that a bare GPU machine may lack.
 ALONE = ("-c", "checks/gpu/pytest.ini", "--rootdir=.", "--noconftest", "-p", "no:cacheprovider")
+END_S = 8.0  # for pytest's end and the report
+INTERRUPTED = 2  # pytest's exit code
+CORES = 2  # that a file's tests keep busy
 
 
 def measure(limit_s: float, *, dry: bool) -> dict[str, Any]:
-    """Outcomes by test. Raises PartFailed, with the first failure, when one fails."""
-    with tempfile.TemporaryDirectory() as scratch:
-        report = Path(scratch) / "report.xml"
-        command = [sys.executable, "-m", "pytest", "tests/gpu", "-v", *ALONE]
-        exit_code, last_lines = echoed(
-            [*command, "--continue-on-collection-errors", f"--junitxml={report}"]
-        )
-        if not report.exists():
-            last = last_lines[-1] if last_lines else "no output"
-            raise RuntimeError(f"pytest ended with {exit_code} and no report: {last}")
-        tests = outcomes(report)
+    """Outcomes by test. Raises PartFailed, with the first failure, where one fails or time ends.
+
+    Files run side by side: most of their time, processes begin.
+    """
+    files = sorted(Path("tests/gpu").glob("test_*.py"))
+    at_once = max(1, min(len(files), (os.cpu_count() or 1) // CORES))
+    ends_s = time.monotonic() + limit_s - END_S
+    with ThreadPoolExecutor(at_once) as threads:
+        tests = [test for found in threads.map(partial(_of_file, ends_s), files) for test in found]
     figures = {"counts": counts(tests), "tests": tests}
     failed = [f"{test['name']}: {test['message']}" for test in tests if test["outcome"] == "failed"]
     if failed:
         raise PartFailed(f"{len(failed)} tests failed, the first: {failed[0]}", figures)
     return figures
+
+
+def _of_file(ends_s: float, file: Path) -> list[dict[str, Any]]:
+    """Outcomes of a file's tests, of those alone that ended until `ends_s` of time.monotonic()."""
+    with tempfile.TemporaryDirectory() as scratch:
+        report = Path(scratch) / "report.xml"
+        command = [sys.executable, "-m", "pytest", str(file), "-v", *ALONE]
+        exit_code, last_lines = echoed(
+            [*command, "--continue-on-collection-errors", f"--junitxml={report}"],
+            max(1.0, ends_s - time.monotonic()),
+        )
+        if not report.exists():
+            last = last_lines[-1] if last_lines else "no output"
+            raise RuntimeError(f"pytest ended with {exit_code} and no report: {last}")
+        tests = outcomes(report)
+    if exit_code == INTERRUPTED and tests:
+        # the report tells the one that ran as if it had passed, and not its name
+        late = {"name": f"{file.stem}: the next one", "outcome": "failed"}
+        tests[-1] |= late | {"message": "interrupted: time ended"}
+    return tests
 
 
 def outcomes(report: Path) -> list[dict[str, Any]]:

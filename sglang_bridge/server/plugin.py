@@ -29,7 +29,7 @@ from sglang_bridge.server import (
     torch_kernels,
     validate,
 )
-from sglang_bridge.server.compat import batches, delta_net, hooks, mla, ranks, startup
+from sglang_bridge.server.compat import batches, delta_net, hooks, mla, ranks, rotary, startup
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.sampling import dropped
 from sglang_bridge.server.spec import (
@@ -92,6 +92,7 @@ def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> No
     if not torch.cuda.is_available():
         mla.always_absorb()
         delta_net.answer_in_torch()
+    rotary.store_apart(runner.model)
     if ranks.is_deterministic() and not torch.cuda.is_available():
         named = runner.model.named_parameters()
         invariance.check(held for name, held in named if not name.endswith(SCALES_SUFFIX))

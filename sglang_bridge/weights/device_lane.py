@@ -1,8 +1,7 @@
 """Shows memory of an NVIDIA GPU to other processes on the same host (CUDA IPC).
 
 A handle names a whole allocation of the driver, so a descriptor says besides where in it the
-numbers are. Handles that were opened stay open as long as the opener is there. Nothing here has
-been run on a GPU yet.
+numbers are. Handles that were opened stay open as long as the opener is there.
 """
 
 from __future__ import annotations

@@ -71,7 +71,9 @@ def test_nothing_of_the_size_of_the_logits_is_held(block: tuple[int, int] | None
     before = torch.cuda.memory_allocated()
     lean_logp(hidden_TH, HeadSlice(weight), row_N, row_N, block=block).logp_N.sum().backward()
     extra = torch.cuda.max_memory_allocated() - before
-    bounded("lean on CUDA: extra bytes / bytes of float32 logits", extra / (4 * rows * ids), share)
+    way = "kernels" if block is None else "blocks"
+    name = f"lean on CUDA by {way}: extra bytes / bytes of float32 logits"
+    bounded(name, extra / (4 * rows * ids), share)
 
 
 def test_kernels_are_what_a_gpu_uses():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,21 +9,21 @@ import pytest
 import torch
 
 from tests.support.models import tiny_qwen3_moe
-from tests.support.paths import ROOT
+from tests.support.side_by_side import side_by_side
 
 HAS_CUDA = torch.cuda.is_available()
 
 
-def trained(out: Path, model: Path, dtype: str, way: str) -> dict[str, object]:
-    """What tests/gpu/memory_rank.py found, in a process of its own."""
-    out.mkdir()
-    command = [sys.executable, "-m", "tests.gpu.memory_rank", str(out), str(model), dtype, way]
+def trained(scratch: Path, model: Path, dtype: str) -> list[dict[str, object]]:
+    """What memory_rank.py found with memory kept and in turns, each in a process of its own."""
+    ways = ("keep", "turns")
+    for way in ways:
+        (scratch / way).mkdir()
+    rank = [sys.executable, "-m", "tests.gpu.memory_rank"]
+    commands = [[*rank, str(scratch / way), str(model), dtype, way] for way in ways]
     environment = dict(os.environ) | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((out / "result.json").read_text())
+    side_by_side(commands, [environment] * len(ways))
+    return [json.loads((scratch / way / "result.json").read_text()) for way in ways]
 
 
 @pytest.mark.gpu
@@ -32,8 +31,7 @@ def trained(out: Path, model: Path, dtype: str, way: str) -> dict[str, object]:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_memory_is_free_while_it_is_given_up_and_comes_back_bit_for_bit(dtype: str, tmp_path: Path):
     model = tiny_qwen3_moe(tmp_path / "model", seed=2, head_dim=64)
-    kept = trained(tmp_path / "kept", model, dtype, "keep")
-    turns = trained(tmp_path / "turns", model, dtype, "turns")
+    kept, turns = trained(tmp_path, model, dtype)
     assert kept["device"] == turns["device"] == "cuda:0"
     assert turns["rows"] == kept["rows"]
     assert turns["digest"] == kept["digest"]

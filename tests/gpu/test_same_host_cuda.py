@@ -1,7 +1,6 @@
 """Weights between two processes that share a GPU, through CUDA IPC."""
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 
 from sglang_bridge.ports import free_port
 from tests.gpu.lane_rank import CASES
-from tests.support.paths import ROOT
+from tests.support.side_by_side import side_by_side
 
 HAS_CUDA = torch.cuda.is_available()
 LIMIT_S = 180
@@ -20,23 +19,9 @@ LIMIT_S = 180
 @pytest.mark.skipif(not HAS_CUDA, reason="needs a CUDA device")
 def test_numbers_go_from_process_to_process_on_one_gpu(tmp_path: Path):
     port, files = free_port(), [tmp_path / f"rank{rank}.json" for rank in (0, 1)]
-    command = [sys.executable, "-m", "tests.gpu.lane_rank"]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(port), str(files[rank])],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    try:
-        said = [rank.communicate(timeout=LIMIT_S)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(text[-3000:] for text in said)
+    rank = [sys.executable, "-m", "tests.gpu.lane_rank"]
+    commands = [[*rank, str(number), str(port), str(file)] for number, file in enumerate(files)]
+    side_by_side(commands, [None] * len(commands), LIMIT_S)
     sender, receiver = (json.loads(file.read_text(encoding="utf-8")) for file in files)
     assert (sender["lane"], receiver["lane"]) == (True, True), "it went through the group"
     assert receiver["wrong"] == []

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_opd.learner import student_logp
 from tests.support.far_device import FAR
 from tests.support.loss_cases import estimator
-from tests.support.micro_syncs import OBJECTIVES, batch, update
+from tests.support.micro_syncs import OBJECTIVES, alone, batch, update
 
 TOLD = "called a synchronizing CUDA operation"
 
@@ -41,7 +40,7 @@ class Told:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_cuda_counts_no_more_waits(monkeypatch: pytest.MonkeyPatch, name: str):
-    monkeypatch.setattr(student_logp, "_vocab_group", lambda: None)
+    alone(monkeypatch)
     cuda, est, share = torch.device("cuda", 0), estimator(**OBJECTIVES[name]), batch()
     update(est, share, cuda)  # kernels are compiled, memory is pinned
     with Told() as control:

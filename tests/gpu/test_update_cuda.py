@@ -5,7 +5,6 @@ With a cache, packed segments, experts and replayed routing: what a run on a GPU
 
 import json
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,22 +14,25 @@ import torch
 
 from tests.dist.precision_jobs import compare
 from tests.support.models import tiny_qwen3_moe
-from tests.support.paths import ROOT
+from tests.support.side_by_side import side_by_side
 
 HAS_CUDA = torch.cuda.is_available()
 
 
-def update(out: Path, model: Path, dtype: str, kernels: str, *, cuda: bool) -> dict[str, object]:
-    """The figures of one update, in a process that sees a GPU or none."""
-    out.mkdir()
-    environment = dict(os.environ) | ({} if cuda else {"CUDA_VISIBLE_DEVICES": ""})
-    arguments = [str(out), str(model), dtype, kernels]
-    command = [sys.executable, "-m", "tests.gpu.one_update", *arguments]
-    done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+def updates(scratch: Path, model: Path, kernels: str) -> list[dict[str, object]]:
+    """Figures of an update in float32 without a GPU and in bfloat16 with one, each in a process."""
+    cases = (
+        ("exact", "float32", "local", {"CUDA_VISIBLE_DEVICES": ""}),
+        ("found", "bfloat16", kernels, {}),
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads((out / "figures.json").read_text())
+    commands, environments = [], []
+    for name, dtype, layers, more in cases:
+        (scratch / name).mkdir()
+        arguments = [str(scratch / name), str(model), dtype, layers]
+        commands.append([sys.executable, "-m", "tests.gpu.one_update", *arguments])
+        environments.append(dict(os.environ) | more)
+    side_by_side(commands, environments)
+    return [json.loads((scratch / case[0] / "figures.json").read_text()) for case in cases]
 
 
 @pytest.mark.gpu
@@ -50,8 +52,7 @@ def update(out: Path, model: Path, dtype: str, kernels: str, *, cuda: bool) -> d
 def test_bfloat16_on_cuda_is_near_float32_on_the_cpu(kernels: str, tmp_path: Path):
     # heads of 64 features: the smallest that TransformerEngine's attention kernels take gladly
     model = tiny_qwen3_moe(tmp_path / "model", seed=2, head_dim=64)
-    exact = update(tmp_path / "exact", model, "float32", "local", cuda=False)
-    found = update(tmp_path / "found", model, "bfloat16", kernels, cuda=True)
+    exact, found = updates(tmp_path, model, kernels)
     assert (exact["device"], found["device"]) == ("cpu", "cuda:0")
     assert found["engine"] == (kernels == "installed")
     compare(f"bfloat16 on CUDA, {kernels} layers", tmp_path / "found", tmp_path / "exact")

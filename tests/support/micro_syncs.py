@@ -9,9 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+from megatron.core import parallel_state as ps
 
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.learner import student_logp
 from megatron_opd.learner.forward import distil_loss, routing_counts
 from megatron_opd.learner.layout import PackLayout
 from megatron_opd.learner.micro_batch import DistilMicro, distil_micros
@@ -57,6 +60,13 @@ OBJECTIVES: dict[str, dict[str, Any]] = {
 }
 
 WIDTH, VOCAB, LAYERS, EXPERTS, TOP_K = 8, 400, 3, 6, 2
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, without process groups."""
+    monkeypatch.setattr(ps, "get_tensor_model_parallel_group", lambda: None)
+    region = "reduce_from_tensor_model_parallel_region"
+    monkeypatch.setattr(student_logp, region, lambda value_n, group: value_n)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import pytest
 
 from checks.gpu import check as checks
 from checks.gpu import child
+from checks.gpu import tests as gpu_tests
 from checks.gpu.check import PARTS, Part, check, check_machine
 from checks.gpu.process import run
 from checks.gpu.record import PartFailed, Record, Result
@@ -129,6 +130,24 @@ def _runs(pid: int) -> bool:
         return False
 
 
+def test_parts_are_chosen_by_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    run_parts: list[str] = []
+
+    def in_child(part: Part, limit_s: float, scratch: Path, *, dry: bool) -> Result:
+        run_parts.append(part.name)
+        return Result("ok")
+
+    monkeypatch.setattr(checks, "_in_child", in_child)
+    out = str(tmp_path / "out.json")
+    found = check_machine(["--dry", "--out", out, "--parts", "run,lean"])
+    assert run_parts == list(found["parts"]) == ["lean", "run"]
+    with pytest.raises(SystemExit):
+        check_machine(["--dry", "--out", out, "--parts", "lean,loan"])
+    assert "loan is none of installed, tests, lean" in capsys.readouterr().err
+
+
 def test_tests_are_told_apart_in_pytest_s_report(tmp_path: Path):
     report = tmp_path / "report.xml"
     report.write_text(
@@ -149,6 +168,22 @@ def test_tests_are_told_apart_in_pytest_s_report(tmp_path: Path):
         "needs a CUDA device",
     ]
     assert tests[0] == {"name": "a::ok", "outcome": "passed", "seconds": 1.5, "message": None}
+
+
+def test_tests_that_ended_are_told_when_time_ends_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    for folder in ("tests/gpu", "checks/gpu"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "checks/gpu/pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "tests/gpu/test_it.py").write_text(
+        "import time\n\ndef test_quick():\n    pass\n\ndef test_slow():\n    time.sleep(99)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(PartFailed) as found:
+        gpu_tests.measure(gpu_tests.END_S + 3.0, dry=False)
+    assert found.value.reason.endswith("test_it: the next one: interrupted: time ended")
+    assert found.value.figures["counts"] == {"passed": 1, "failed": 1, "skipped": 0}
 
 
 def test_without_a_gpu_one_line_says_so(

@@ -6,10 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from megatron.core import parallel_state as ps
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron_opd.learner import student_logp
 from megatron_opd.learner.routing import MicroRouting
 from megatron_opd.losses import lean
 from megatron_opd.losses.fused import KernelShape, fused_passes
@@ -17,15 +15,13 @@ from megatron_opd.losses.passes import HeadSlice
 from megatron_opd.losses.ratios import NUM_BINS
 from tests.support.far_device import FAR, FarDevice, far
 from tests.support.loss_cases import estimator
-from tests.support.micro_syncs import OBJECTIVES, batch, update
+from tests.support.micro_syncs import OBJECTIVES, alone, batch, update
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank, without process groups."""
-    monkeypatch.setattr(ps, "get_tensor_model_parallel_group", lambda: None)
-    region = "reduce_from_tensor_model_parallel_region"
-    monkeypatch.setattr(student_logp, region, lambda value_n, group: value_n)
+def one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without process groups."""
+    alone(monkeypatch)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
