@@ -56,6 +56,7 @@ setup(
             "sglang==0.5.23",
             "torch==2.14.1",
             "transformer-engine[core_cu13,pytorch]>=2.14.1,<2.21",
+            "flash-linear-attention>=0.6.0,<0.7",  # kernels of Megatron's gated delta net
         ],
         "plots": ["matplotlib>=3.11.2,<4"],  # tools/plot_*.py draw the figures of docs
         # exact: the launcher reads where Ray puts bundles, and how it ends what it runs

@@ -12,19 +12,28 @@ import torch
 from safetensors import safe_open
 
 from megatron_opd.checkpoint.digest import Numbers
-from megatron_opd.checkpoint.hf_files import IGNORED, stored_tensors
+from megatron_opd.checkpoint.hf_files import IGNORED, CodedTensor
+from megatron_opd.checkpoint.hf_formats import model_tensors
+from megatron_opd.checkpoint.hf_reader import converted_dtype, read_rows
 from megatron_opd.checkpoint.megatron_reader import EMBEDDING, HEAD, MegatronSource
 from megatron_opd.models.families.family import EXPERT_BIAS
 from megatron_opd.models.spec import ModelSpec
 
 
 def hf_numbers(path: Path, spec: ModelSpec, dtype: torch.dtype | None) -> Numbers:
-    """Return the numbers of a Hugging Face checkpoint, cast to `dtype` (None: as they are)."""
-    found = Numbers()
-    for file in sorted({stored.file for stored in stored_tensors(path).values()}):
+    """Return the numbers of a Hugging Face checkpoint, cast to `dtype`.
+
+    None: as they are, and in bfloat16 where the checkpoint is quantised.
+    """
+    found, stored, dtype = Numbers(), model_tensors(path), converted_dtype(path, dtype)
+    coded = {name: each for name, each in stored.items() if isinstance(each, CodedTensor)}
+    for each in coded.values():
+        found = found.plus(_cast(read_rows(each, 0, each.shape[0]), dtype))
+    for file in sorted({each.file for each in stored.values()}):
         with safe_open(file, framework="pt") as tensors:  # pyright: ignore[reportUnknownVariableType]
             for name in tensors.keys():  # noqa: SIM118  (not a mapping)
-                if not name.endswith(IGNORED) and not (spec.tied and name == "lm_head.weight"):
+                unread = name.endswith(IGNORED) or (spec.tied and name == "lm_head.weight")
+                if not unread and name in stored and name not in coded:
                     kept = name.endswith(_buffer_names(spec))
                     found = found.plus(_cast(tensors.get_tensor(name), None if kept else dtype))
     return found

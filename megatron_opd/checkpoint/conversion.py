@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,6 +28,7 @@ from megatron_opd.models.tensors import hf_shapes
 CHECKSUMS = "tensors.json"
 
 Record = dict[str, Any]
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -121,10 +122,10 @@ def require_same(name: str, tensor: torch.Tensor, expected: dict[str, str], wher
 
 
 def grouped(
-    keys: Iterable[Key], sizes: Iterable[int], homes: Iterable[int], limit: int
-) -> Iterator[tuple[Key, ...]]:
+    keys: Iterable[Item], sizes: Iterable[int], homes: Iterable[int], limit: int
+) -> Iterator[tuple[Item, ...]]:
     """Group parameters into units of at most `limit` bytes or one larger one, each of one home."""
-    held: dict[int, tuple[list[Key], int]] = {}
+    held: dict[int, tuple[list[Item], int]] = {}
     for key, size, home in zip(keys, sizes, homes, strict=True):
         unit, total = held.get(home, ([], 0))
         if unit and total + size > limit:

@@ -16,23 +16,26 @@ import torch.distributed as dist
 from megatron_opd.checkpoint.hf_files import check_complete
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
+from megatron_opd.models.families.family import GATED_NORM
 from megatron_opd.models.ranks import RankPlacement
 from megatron_opd.models.shards import Chunks, TensorSource, cut, local_shards
 from megatron_opd.models.spec import ModelSpec
 
 
 class FreshSource:
-    """Makes weights before training: norms 1, biases 0, all else N(0, initializer_range)."""
+    """Makes weights before training: norms are by 1, biases 0, all else N(0, initializer_range)."""
 
     def __init__(self, spec: ModelSpec, seed: int) -> None:
         self.std, self.seed = spec.initializer_range, seed
+        self.zero_centred = spec.family.zero_centred_norms
 
     def read(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, length: int
     ) -> torch.Tensor:
         """Return one slice of the tensor that this name and seed always give."""
         if len(shape) == 1:
-            return torch.zeros(length) if name.endswith("bias") else torch.ones(length)
+            by_one = self.zero_centred and name.endswith("norm.weight") and GATED_NORM not in name
+            return torch.zeros(length) if by_one or name.endswith("bias") else torch.ones(length)
         digest = hashlib.blake2b(f"{self.seed}:{name}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest) >> 1)
         full = torch.empty(shape).normal_(std=self.std, generator=generator)
@@ -45,7 +48,7 @@ def source_of(path: Path, spec: ModelSpec, seed: int | None) -> TensorSource:
     ValueError: no weights and no seed, or tensors that are not all of the model's.
     """
     if SafetensorsSource.exists(path):
-        source = SafetensorsSource(path)
+        source = SafetensorsSource(path, spec)
         check_complete(source.tensors, spec, path)
         return source
     if MegatronSource.exists(path):

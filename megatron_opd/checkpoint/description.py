@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 
+from megatron_opd.checkpoint.hf_formats import without_format
 from megatron_opd.models.file_kinds import OF_TEXT
 
 CONFIG = "config.json"
@@ -58,20 +59,20 @@ def put_template(target: Path, text: str) -> None:
 def copy_description(source: Path, target: Path, dtype: torch.dtype | None) -> None:
     """Copy what describes a model, and config.json with `dtype` as the weights' (None: unchanged).
 
-    Each file becomes a file of its own, whatever links the source is made of.
+    What describes quantised matrices is left out, as nothing here writes any. Each file becomes a
+    file of its own, whatever links the source is made of.
     """
     for name in sorted(described(source)):
         (target / name).parent.mkdir(exist_ok=True, parents=True)
         shutil.copyfile(source / name, target / name)
     shutil.copyfile(source / CONFIG, target / CONFIG)
-    if dtype is None:
-        return
     file = target / CONFIG
-    config = json.loads(file.read_text(encoding="utf-8"))
-    key, name = "torch_dtype" if "torch_dtype" in config else "dtype", str(dtype)[len("torch.") :]
-    if config.get(key) == name:
+    given = json.loads(file.read_text(encoding="utf-8"))
+    config = without_format(given)
+    if dtype is not None:
+        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype)[len("torch.") :]
+    if config == given:
         return  # byte for byte what it was
-    config[key] = name
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 

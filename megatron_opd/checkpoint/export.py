@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 
 from megatron_opd.checkpoint.description import copy_description, put_template
 from megatron_opd.checkpoint.hf_files import check_complete, stored_tensors
+from megatron_opd.checkpoint.packing import packed
 from megatron_opd.data.end_tokens import name_end_tokens
-from megatron_opd.models.spec import read_model_spec
+from megatron_opd.models.places import places
+from megatron_opd.models.spec import ModelSpec, read_model_spec
 
 MAX_FILE_BYTES = 4 * 2**30
 
@@ -30,7 +32,8 @@ def export_hf(
 ) -> None:
     """Write `tensors`, cast to `dtype`, with the configuration and tokenizer of `source`.
 
-    Buffers of the model (families.family.Row) stay in float32.
+    Buffers of the model (families.family.Row) stay in float32. What files of the family hold fused
+    is written fused.
 
     `target` appears complete or not at all; an earlier checkpoint there is replaced.
     max_file_bytes: a new safetensors file is begun before one would exceed it. may_name: called
@@ -42,7 +45,8 @@ def export_hf(
     part = target.with_name(f".{target.name}.part")
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
-    _write_tensors(_cast(tensors, source, dtype), part, max_file_bytes)
+    spec = read_model_spec(source)
+    _write_tensors(packed(_cast(tensors, spec, dtype), places(spec)), part, max_file_bytes)
     copy_description(source, part, dtype)
     if chat_template is not None:
         put_template(part, chat_template)
@@ -62,11 +66,10 @@ def export_hf(
 
 
 def _cast(
-    tensors: Iterable[tuple[str, torch.Tensor]], source: Path, dtype: torch.dtype
+    tensors: Iterable[tuple[str, torch.Tensor]], spec: ModelSpec, dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield copies on the host: the stream may hand out views of live parameters."""
-    rows = read_model_spec(source).family.layer
-    exact = tuple(name for row in rows if row.buffer for name in row.hf)
+    exact = tuple(name for row in spec.family.layer if row.buffer for name in row.hf)
     for name, tensor in tensors:
         kind = torch.float32 if name.endswith(exact) else dtype
         yield name, tensor.detach().to("cpu", kind, copy=True).contiguous()

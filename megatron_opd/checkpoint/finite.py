@@ -5,9 +5,11 @@ A floating-point number whose exponent bits are all ones is an infinity or not a
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from megatron_opd.checkpoint.hf_files import ITEM_BYTES, StoredTensor
+from megatron_opd.checkpoint.hf_files import DTYPE_BITS, CodedTensor, StoredTensor
 
 CHUNK_BYTES = 2**26
 # dtype -> (unsigned integer of its width, exponent bits, mantissa bits)
@@ -15,14 +17,24 @@ _BITS = {
     "F32": (np.dtype("<u4"), 0x7F800000, 0x007FFFFF),
     "BF16": (np.dtype("<u2"), 0x7F80, 0x007F),
     "F16": (np.dtype("<u2"), 0x7C00, 0x03FF),
+    # these have no infinity, and one NaN, of either sign
+    "F8_E4M3": (np.dtype("u1"), 0x7F, 0x7F),
+    "F8_E8M0": (np.dtype("u1"), 0xFF, 0xFF),
 }
 
 
 def first_not_finite(stored: StoredTensor) -> str | None:
     """Return the first number that is not finite, as `NaN at element 7`; None when all are.
 
-    Types that no learner takes are not checked. May raise OSError.
+    Of a quantised tensor numbers and scales are, each by itself. Types that no learner takes are
+    not checked. May raise OSError.
     """
+    if isinstance(stored, CodedTensor):
+        scales = stored.scales
+        if stored.format.method == "mxfp4":
+            scales = replace(scales, dtype="F8_E8M0")
+        found = first_not_finite(scales)
+        return f"{found} of its scales" if found else first_not_finite(stored.numbers)
     if stored.dtype not in _BITS:
         return None
     kind, exponent, mantissa = _BITS[stored.dtype]
@@ -38,7 +50,7 @@ def first_not_finite(stored: StoredTensor) -> str | None:
             if bad.any():
                 index = int(bad.argmax())
                 what = "NaN" if bits[index] & mantissa else "an infinity"
-                return f"{what} at element {done // ITEM_BYTES[stored.dtype] + index}"
+                return f"{what} at element {done * 8 // DTYPE_BITS[stored.dtype] + index}"
             left -= len(data)
             done += len(data)
     return None

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from megatron_opd.config.unique_keys import unique_keys
 from megatron_opd.config.wording import line, shown
-from megatron_opd.models.families.in_memory import in_memory
 from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
+from megatron_opd.models.places import Place, places
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.models.tensors import expected_tensors
 from sglang_bridge.errors import some
+from sglang_bridge.weights.checkpoint_formats import CheckpointFormat
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -56,6 +56,18 @@ class StoredTensor:
     def num_bytes(self) -> int:
         """Count the bytes of its data."""
         return prod(self.shape) * DTYPE_BITS[self.dtype] // 8
+
+
+@dataclass(frozen=True, slots=True)
+class CodedTensor(StoredTensor):
+    """Locates a quantised tensor: its numbers and scales; dtype and shape are the plain tensor's.
+
+    file and offset are those of its numbers.
+    """
+
+    format: CheckpointFormat
+    numbers: StoredTensor
+    scales: StoredTensor
 
 
 def stored_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -118,6 +130,14 @@ def same_data(one: StoredTensor, other: StoredTensor) -> bool:
     """Return whether two tensors are equal in type, shape and every byte. May raise OSError."""
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return False
+    if isinstance(one, CodedTensor) or isinstance(other, CodedTensor):
+        return (
+            isinstance(one, CodedTensor)
+            and isinstance(other, CodedTensor)
+            and one.format == other.format
+            and same_data(one.numbers, other.numbers)
+            and same_data(one.scales, other.scales)
+        )
     with one.file.open("rb") as first, other.file.open("rb") as second:
         first.seek(one.offset)
         second.seek(other.offset)
@@ -205,25 +225,6 @@ def _entry(name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
     return dtype, tuple(shape), offsets[0], offsets[1]
 
 
-def find(tensors: Mapping[str, StoredTensor], name: str) -> StoredTensor | None:
-    """Find the tensor `name` in either spelling; in the second it is a part of a larger one."""
-    if name in tensors:
-        return tensors[name]
-    other = in_memory(name)
-    if other is None or other.name not in tensors:
-        return None
-    whole = tensors[other.name]
-    if other.index is None:
-        return whole
-    if len(whole.shape) != 3 or other.index >= whole.shape[0] or whole.shape[1] % other.parts:
-        return None
-    one = replace(whole, shape=whole.shape[1:])
-    rows = one.shape[0] // other.parts
-    part = replace(whole, shape=(rows, *one.shape[1:]))
-    offset = whole.offset + other.index * one.num_bytes + other.part * part.num_bytes
-    return replace(part, offset=offset)
-
-
 def check_shape(stored: StoredTensor, shape: tuple[int, ...], path: Path, name: str) -> None:
     """Raise ValueError for a tensor of `path` whose shape differs from config.json's."""
     if stored.shape != shape:
@@ -246,12 +247,9 @@ def check_tensors(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: Pa
 
     ValueError names the others.
     """
-    expected = expected_tensors(spec)
     check_complete(tensors, spec, path)
-    for name in expected:
-        stored = find(tensors, name)
-        assert stored is not None, name
-        check_dtype(stored, path, name)
+    for name in files_tensors(tensors, spec):
+        check_dtype(tensors[name], path, name)
     _refuse_extra(unread_tensors(tensors, spec), spec, path)
 
 
@@ -259,19 +257,22 @@ def check_complete(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: P
     """Check that every tensor of the model is there with its shape, and none that would be unread.
 
     Heads of other tasks, which no language model has, may lie beside them. ValueError names those
-    that are missing, misshapen or of no use.
+    that are missing, misshapen or of no use, as files name them.
     """
-    expected = expected_tensors(spec)
-    missing = [name for name in expected if find(tensors, name) is None]
+    wanted = files_tensors(tensors, spec)
+    missing = [name for name in wanted if name not in tensors]
     if missing:
         raise ValueError(f"{path} lacks {some(missing)}")
-    for name, shape in expected.items():
-        stored = find(tensors, name)
-        assert stored is not None, name
-        check_shape(stored, shape, path, name)
+    for name, place in wanted.items():
+        check_shape(tensors[name], place.shape, path, name)
     check_tied(tensors, path, tied=spec.tied)
     extra = unread_tensors(tensors, spec)
     _refuse_extra([name for name in extra if name.startswith(MODEL_PREFIXES)], spec, path)
+
+
+def files_tensors(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[str, Place]:
+    """Return the tensors of files that the model is read from, with a place in each."""
+    return {place.name: place for place in places(spec, tensors).values()}
 
 
 def check_tied(tensors: Mapping[str, StoredTensor], path: Path, *, tied: bool) -> None:
@@ -288,10 +289,7 @@ def check_tied(tensors: Mapping[str, StoredTensor], path: Path, *, tied: bool) -
 
 def unread_tensors(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> list[str]:
     """List the tensors that nothing reads, without those that follow from config.json."""
-    used: set[str] = {"lm_head.weight"} if spec.tied else set()
-    for name in expected_tensors(spec):
-        other = in_memory(name)
-        used.add(name if name in tensors or other is None else other.name)
+    used = {*files_tensors(tensors, spec), *((HEAD,) if spec.tied else ())}
     return [name for name in tensors if name not in used and not name.endswith(IGNORED)]
 
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron_opd.models.families.family import DELTA_NORM
 from megatron_opd.models.families.keys import Key, row_of
 from megatron_opd.models.spec import ModelSpec
+from megatron_opd.models.tensors import sections
 
 # What the loader must ask Megatron for: `sharded_state_dict(metadata=CONTENT)`. Megatron's own
 # programs find it in the checkpoint.
@@ -39,9 +41,9 @@ class ParameterPlace:
 
 
 def written_keys(spec: ModelSpec, key: Key) -> tuple[str, ...]:
-    """Return the checkpoint keys of a parameter: gate and up projection have one each."""
-    halves = ("_w", "_v") if row_of(spec.family, key).fusion == "gate_up" else ("",)
-    return tuple(_paths(spec, key)[0] + half for half in halves)
+    """Return the checkpoint keys of a parameter: each section of a stacked one has its own."""
+    suffixes = [each.suffix for each in sections(spec, row_of(spec.family, key))] or [""]
+    return tuple(_paths(spec, key)[0] + suffix for suffix in suffixes)
 
 
 def state_keys(spec: ModelSpec, key: Key) -> tuple[str, ...]:
@@ -59,11 +61,13 @@ def state_keys(spec: ModelSpec, key: Key) -> tuple[str, ...]:
 
 def places(spec: ModelSpec, key: Key, part: int) -> Iterator[ParameterPlace]:
     """Yield where part `part` of `written_keys` may lie, by preference."""
-    fused = row_of(spec.family, key).fusion == "gate_up"
-    suffix = ("_w", "_v")[part] if fused else ""
+    row = row_of(spec.family, key)
+    fused = row.fusion == "gate_up"
+    found = sections(spec, row)
+    suffix = found[part].suffix if found else ""
     for path in _paths(spec, key):
         yield ParameterPlace(path + suffix)
-        for stacked, index in _stacked(path, key):
+        for stacked, index in _stacked(path if fused else path + suffix, key):
             yield ParameterPlace(stacked, index, part if fused else None)
         if fused:
             yield ParameterPlace(path, (), part)
@@ -76,7 +80,7 @@ def _paths(spec: ModelSpec, key: Key) -> tuple[str, ...]:
         return (row.mcore[0],)
     inner: tuple[str, ...] = (row.mcore[0],)
     if _QKV_NORM in row.mcore:
-        inner = (_QKV_NORM,)
+        inner = (DELTA_NORM if spec.has_delta_net(key.layer) else _QKV_NORM,)
     elif _FC1_NORM in row.mcore:
         # With experts no linear layer follows the norm; Megatron's local layers still say so.
         inner = (_MLP_NORM, _FC1_NORM) if spec.moe_layers[key.layer] else (_FC1_NORM,)

@@ -22,9 +22,9 @@ from megatron_opd.checkpoint.restricted_metadata import METADATA, read_metadata
 from megatron_opd.checkpoint.stated_heads import check_heads
 from megatron_opd.models.families.keys import Key, row_of
 from megatron_opd.models.file_kinds import around_megatron
-from megatron_opd.models.shards import join
+from megatron_opd.models.shards import from_stored
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.models.tensors import hf_shapes, model_keys
+from megatron_opd.models.tensors import hf_shapes, model_keys, row_shapes, stored_rows
 from sglang_bridge.errors import some
 
 DESCRIPTION = "metadata.json"
@@ -133,8 +133,7 @@ class MegatronSource:
             self._region(*self._place(key, part, name))
             for part, name in enumerate(written_keys(self.spec, key))
         ]
-        full = parts if row.fusion == "gate_up" else join(row, self.spec, parts)
-        return dict(zip(shapes, full, strict=True))
+        return dict(zip(shapes, from_stored(row, self.spec, parts), strict=True))
 
     def read(
         self, name: str, shape: tuple[int, ...], dim: int, start: int, length: int
@@ -157,9 +156,7 @@ class MegatronSource:
     def _place(self, key: Key, part: int, name: str) -> tuple[str, _Box]:
         """Find the stored tensor and the box of it that holds part `part` of a parameter."""
         row, spec = row_of(self.spec.family, key), self.spec
-        shapes = list(hf_shapes(spec, key).values())
-        first = sum(s[0] for s in shapes) if row.fusion == "qkv" else shapes[part][0]
-        wanted = (first, *shapes[part][1:])
+        wanted = (stored_rows(spec, row)[part], *row_shapes(spec, row)[0][1:])
         for place in places(spec, key, part):
             stored = self._tensors.get(self._prefix + place.key)
             if stored is not None:

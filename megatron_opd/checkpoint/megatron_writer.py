@@ -42,9 +42,9 @@ from megatron_opd.checkpoint.megatron_names import CONTENT, state_keys, written_
 from megatron_opd.checkpoint.megatron_reader import DESCRIPTION
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.families.keys import Key, row_of
-from megatron_opd.models.shards import fuse
+from megatron_opd.models.shards import to_stored
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.models.tensors import hf_shapes
+from megatron_opd.models.tensors import hf_shapes, row_shapes, stored_rows
 
 # The versions of the formats that Megatron-Core 0.16 writes; 0.19 reads them too.
 _DESCRIPTION = {
@@ -66,14 +66,15 @@ class Target:
     parallel: ParallelConfig
     dtype: torch.dtype | None
 
-    def size_of(self, key: Key, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    def sizes_of(self, key: Key) -> list[tuple[int, ...]]:
         """Tell the shape of each stored tensor of a parameter."""
         row = row_of(self.spec.family, key)
-        if row.fusion == "qkv":
-            return (sum(shape[0] for shape in shapes), *shapes[0][1:])
         if row.vocab:
-            return (self.spec.padded_vocab(self.parallel.tp), *shapes[0][1:])
-        return shapes[0]
+            rows = [self.spec.padded_vocab(self.parallel.tp)]
+        else:
+            rows = stored_rows(self.spec, row)
+        tail = row_shapes(self.spec, row)[0][1:]
+        return [(count, *tail) for count in rows]
 
     def chunks_of(self, key: Key, size: tuple[int, ...]) -> list[ChunkStorageMetadata]:
         """Return the pieces of a stored tensor: one per tensor-parallel rank."""
@@ -126,13 +127,12 @@ class _Streamed(DefaultSavePlanner):
                 tensor = tensor.to(dtype)
             self.tensors[name] = entry_of(tensor)
             parts.append(tensor)
-        if row.fusion != "gate_up":
-            fused = fuse(row, spec, parts)
-            parts = [fused]
-            if row.vocab:
-                missing = spec.padded_vocab(self._target.parallel.tp) - spec.vocab_size
-                parts = [F.pad(fused, (0, 0, 0, missing)) if missing else fused]
-        return dict(zip(written_keys(spec, key), parts, strict=True))
+        if row.vocab:
+            missing = spec.padded_vocab(self._target.parallel.tp) - spec.vocab_size
+            stored = [F.pad(parts[0], (0, 0, 0, missing)) if missing else parts[0]]
+        else:
+            stored = to_stored(row, spec, parts)
+        return dict(zip(written_keys(spec, key), stored, strict=True))
 
 
 def write_unit(
@@ -198,14 +198,14 @@ def _items(source: SafetensorsSource, target: Target, key: Key) -> list[WriteIte
         kinds = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
         raise ValueError(f"{source.path}: tensors of one parameter must share a dtype, got {kinds}")
     properties = TensorProperties(dtype=next(iter(dtypes.values())))
-    size = target.size_of(key, list(shapes.values()))
+    named = zip(written_keys(target.spec, key), target.sizes_of(key), strict=True)
     return [
         WriteItem(
             index=MetadataIndex(name, chunk.offsets),
             type=WriteItemType.SHARD,
             tensor_data=TensorWriteData(chunk, properties, torch.Size(size)),
         )
-        for name in written_keys(target.spec, key)
+        for name, size in named
         for chunk in target.chunks_of(key, size)
     ]
 

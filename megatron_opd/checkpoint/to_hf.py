@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,12 @@ from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, file_tensors
 from megatron_opd.checkpoint.hf_reader import read_rows
 from megatron_opd.checkpoint.hf_writer import write_safetensors
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
+from megatron_opd.checkpoint.packing import packed
 from megatron_opd.checkpoint.part_dir import PartDir
 from megatron_opd.config.wording import shown
 from megatron_opd.data.end_tokens import name_end_tokens
+from megatron_opd.models.families.keys import Key
+from megatron_opd.models.places import file_groups, places
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from megatron_opd.models.tensors import hf_shapes
 
@@ -69,7 +72,7 @@ def megatron_to_hf(
     _check_own_config(source, model, spec)
     kind_of = {key: cast_to(spec, key, dtype) or stored.dtype_of(key) for key in keys}
     sizes = {key: bytes_of(spec, key, kind) for key, kind in kind_of.items()}
-    units = list(grouped(keys, sizes.values(), [0] * len(keys), max_file_bytes))
+    where, units = places(spec), _units(spec, sizes, max_file_bytes)
     options = {"model": str(model.resolve()), "max_file_bytes": max_file_bytes}
     plan = plan_of(source, dtype, chat_template=chat_template, end_ids=list(end_ids), **options)
     part = PartDir(target, plan)
@@ -83,19 +86,20 @@ def megatron_to_hf(
                 for name, tensor in stored.hf_tensors(key).items():
                     if name in checksums:
                         require_same(name, tensor, checksums[name], source)
-                    cast = tensor.to(kind_of[key])
-                    entries[name] = entry_of(cast)
-                    yield name, cast
+                    yield name, tensor.to(kind_of[key])
 
-        layout = {
-            name: (kind_of[key], shape)
-            for key in units[unit]
-            for name, shape in hf_shapes(spec, key).items()
-        }
+        def files() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in packed(tensors(), wanted):
+                entries[name] = entry_of(tensor)
+                yield name, tensor
+
+        kinds = {name: kind_of[key] for key in units[unit] for name in hf_shapes(spec, key)}
+        wanted = {name: where[name] for name in kinds}
+        layout = {where[name].name: (kind, where[name].shape) for name, kind in kinds.items()}
         file = SINGLE
         if len(units) > 1:
             file = f"model-{unit + 1:05d}-of-{len(units):05d}.safetensors"
-        write_safetensors(part.path / file, layout, tensors())
+        write_safetensors(part.path / file, layout, files())
         return {"file": file, "tensors": entries}
 
     def complete(records: list[Record]) -> None:
@@ -119,6 +123,14 @@ def megatron_to_hf(
     stated = stored.heads_stated or (source / CONFIG).is_file()
     notes = () if stated else (f"{source} {HEADS_UNSTATED} {model / CONFIG}",)
     return replace(report, padding_rows=stored.padding_rows, notes=notes)
+
+
+def _units(spec: ModelSpec, sizes: Mapping[Key, int], limit: int) -> list[tuple[Key, ...]]:
+    """Return the parameters of each file, of at most `limit` bytes or one larger tensor."""
+    groups = file_groups(spec, sizes)
+    totals = [sum(sizes[key] for key in group) for group in groups]
+    units = grouped(groups, totals, [0] * len(groups), limit)
+    return [tuple(key for group in unit for key in group) for unit in units]
 
 
 def _check_own_config(source: Path, model: Path, spec: ModelSpec) -> None:

@@ -22,7 +22,7 @@ from megatron_opd.checkpoint.conversion import (
 from megatron_opd.checkpoint.crew import Crew
 from megatron_opd.checkpoint.description import copy_description
 from megatron_opd.checkpoint.hf_files import check_tensors
-from megatron_opd.checkpoint.hf_reader import SafetensorsSource
+from megatron_opd.checkpoint.hf_reader import SafetensorsSource, converted_dtype
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.checkpoint.megatron_writer import Target, finish, write_unit
 from megatron_opd.checkpoint.part_dir import PartDir
@@ -47,12 +47,14 @@ def hf_to_megatron(
     """Write the Hugging Face checkpoint `source` as a Megatron distributed checkpoint.
 
     It loads at any layout; a rank of the layout `parallel` finds its pieces cut and in files of
-    their own. dtype: None keeps each tensor's. ValueError, one line: the source is not whole or not
-    of a known architecture, the target exists, the disk is full.
+    their own. dtype: None keeps each tensor's, and makes bfloat16 of a quantised checkpoint.
+    ValueError, one line: the source is not whole or not of a known architecture, the target exists,
+    the disk is full.
     """
+    dtype = converted_dtype(source, dtype)
     spec = read_model_spec(source)
     spec.check_parallel(parallel)
-    tensors = SafetensorsSource(source)
+    tensors = SafetensorsSource(source, spec)
     check_tensors(tensors.tensors, spec, source)
     keys = list(model_keys(spec))
     sizes = {

@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron_opd.checkpoint.hf_files import DTYPE_BITS, HEAD, ITEM_BYTES
+from megatron_opd.checkpoint.hf_files import (
+    DTYPE_BITS,
+    HEAD,
+    ITEM_BYTES,
+    CodedTensor,
+    StoredTensor,
+)
 from megatron_opd.config.roles import STUDENT, Role
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig, Trust
 from megatron_opd.config.wording import shown
 from megatron_opd.errors import UserError, checked
 from megatron_opd.inputs.served_rules import (
+    DELTA_NET,
     MEASURED,
     ExactUpTo,
     check_architecture,
@@ -26,11 +34,14 @@ from megatron_opd.inputs.served_rules import (
     named_architecture,
     rope_settings,
 )
-from megatron_opd.inputs.weights import has_weights, served_tensors
+from megatron_opd.inputs.weights import check_format, has_weights, served_tensors
+from megatron_opd.models.delta_net import DeltaNet
 from megatron_opd.models.families.mixtral import MIXTRAL
 from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.file_kinds import ADAPTER, adapter_line, pointer_in, pointer_line
-from megatron_opd.models.spec import MAX_COUNT, ModelSpec, read_config, read_model_spec
+from megatron_opd.models.hf_config import check_delta_nets
+from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
+from megatron_opd.models.values import MAX_COUNT
 from megatron_opd.sizing.served import ModelSize, TensorKind, kinds_of, size_of
 
 SUPPORTED_ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values())
@@ -104,6 +115,12 @@ def read_model(path: Path, key: str) -> ModelFacts:
     """
     raw = _read_raw(path, key)
     architecture = named_architecture(raw)
+    if isinstance(raw.get("text_config"), dict):
+        raise UserError(
+            f"{key}: architecture {shown(architecture, 80)} has parts besides its language model, "
+            "which no learner takes: save that alone (transformers' class of text_config, with the "
+            "keys that SGLang reads) and give the result"
+        )
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise UserError(
             f"{key}: architecture {shown(architecture, 80)} is not supported; "
@@ -153,8 +170,17 @@ def read_served(path: Path, key: str, trust: Trust = "measured") -> ServedFacts:
         raise UserError(f"{key}: {where} lacks the key {error}") from None
     except ValueError as error:
         raise UserError(f"{key}: {where}: {error}") from None
+    check_format(path, key, trust)
     if has_weights(path):
-        size = ModelSize(tensors=_kinds(path, key, raw), **numbers)
+        net, layers = _delta_net(raw)
+        family = FAMILIES.get(str(raw.get("model_type")))
+        size = ModelSize(
+            tensors=_kinds(path, key, raw),
+            delta_net=net,
+            delta_layers=layers,
+            whole_embedding=family is not None and family.scaled_embedding,
+            **numbers,
+        )
     elif raw.get("model_type") in FAMILIES:
         size = size_of(checked(lambda: read_model_spec(path)))
     else:
@@ -238,7 +264,7 @@ def _numbers(raw: dict[str, Any]) -> dict[str, int]:
         "num_heads": heads,
         "num_kv_heads": _count(raw, "num_key_value_heads", heads),
         "head_dim": _count(raw, "head_dim", max(1, hidden // heads)),
-        "ffn_size": _count(raw, "intermediate_size"),
+        "ffn_size": _count(raw, "intermediate_size", raw.get("moe_intermediate_size")),
         "vocab_size": _count(raw, "vocab_size"),
         "num_experts": _count(raw, experts) if experts else 0,
         "experts_per_token": _count(raw, "num_experts_per_tok") if experts else 0,
@@ -246,6 +272,15 @@ def _numbers(raw: dict[str, Any]) -> dict[str, int]:
         if raw.get("kv_lora_rank") is not None
         else 0,
     }
+
+
+def _delta_net(raw: dict[str, Any]) -> tuple[DeltaNet | None, int]:
+    """Return the gated delta nets of a model that is only served, and how many layers have one."""
+    if DELTA_NET not in raw:
+        return None, 0
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    net = DeltaNet(*(_count(raw, f"linear_{name}") for name in (*sizes, "conv_kernel_dim")))
+    return net, check_delta_nets(raw).count("linear_attention")
 
 
 def _check_mixtral(raw: dict[str, Any], numbers: dict[str, int]) -> None:
@@ -271,12 +306,23 @@ def _count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
 
 def _kinds(path: Path, key: str, raw: dict[str, Any]) -> tuple[TensorKind, ...]:
     """Return what a server holds of the files: a tied head is the embedding."""
-    plain, tied = (*ITEM_BYTES, "F64"), raw.get("tie_word_embeddings") is True
+    tied = raw.get("tie_word_embeddings") is True
     return kinds_of(
-        (name, each.shape, None if each.dtype in plain else DTYPE_BITS[each.dtype])
+        (name, each.shape, _kept_bits(each))
         for name, each in served_tensors(path, key, raw).items()
         if not (tied and name == HEAD)
     )
+
+
+def _kept_bits(stored: StoredTensor) -> float | None:
+    """Return the bits of a number that a server keeps as the file has it, with its scale's share.
+
+    None: it is held in the server's dtype.
+    """
+    if isinstance(stored, CodedTensor):
+        held = stored.numbers.num_bytes + stored.scales.num_bytes
+        return 8 * held / max(1, prod(stored.shape))
+    return None if stored.dtype in (*ITEM_BYTES, "F64") else DTYPE_BITS[stored.dtype]
 
 
 def check_servable(key: str, spec: ModelSpec) -> None:

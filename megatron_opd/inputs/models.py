@@ -305,6 +305,8 @@ def check_sharding(config: Config, models: RunModels) -> None:
             ("tp", section.tp, "feed-forward features", size.ffn_size),
             ("ep", section.ep, "experts", size.num_experts),
         ]
+        if size.delta_net is not None:
+            rules.append(("tp", section.tp, "key heads of delta nets", size.delta_net.keys))
         if size.shared_ffn_size:
             rules.append(("tp", section.tp, "shared experts' features", size.shared_ffn_size))
         for name, degree, what, count in rules:
@@ -324,6 +326,11 @@ def check_sharding(config: Config, models: RunModels) -> None:
             raise UserError(
                 f"{key}.quantization must be null in a {family.name} model, of which SGLang "
                 f"0.5.23 runs transformers' modules, got {section.quantization}"
+            )
+        if size.delta_net is not None and section.quantization is not None:
+            raise UserError(
+                f"{key}.quantization must be null in a model with gated delta nets, of which no "
+                f"test here has run a quantised server, got {section.quantization}"
             )
         if max(section.tp, heads) % min(section.tp, heads):
             raise UserError(

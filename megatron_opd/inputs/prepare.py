@@ -44,6 +44,7 @@ from megatron_opd.inputs.prompts import (
     skipped_lines,
     unseen_keys,
 )
+from megatron_opd.inputs.quantised import quantised_note
 from megatron_opd.inputs.rendering import rendering_notes, rendering_of, with_template
 from megatron_opd.inputs.same_tokenizer import end_notes
 from megatron_opd.inputs.sinks import check_sinks
@@ -163,7 +164,11 @@ def model_notes(models: CheckedModels) -> list[str]:
     found = [
         line
         for role, model in models.models.served.items()
-        for line in (rope_note(f"{role}.model", model.raw), trust_note(f"{role}.model", model))
+        for line in (
+            rope_note(f"{role}.model", model.raw),
+            trust_note(f"{role}.model", model),
+            quantised_note(role, model.path),
+        )
     ]
     student = models.student
     found += [

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron_opd.checkpoint.hf_files import stored_tensors
+from megatron_opd.checkpoint.hf_formats import model_tensors
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.records.types import FloatArray
 from sglang_bridge.errors import one_line
@@ -90,7 +90,7 @@ async def second_pass(section: ServerConfig, passages: Sequence[ScoreRequest]) -
 
 def dtype_that_fits(path: Path, free: int) -> str:
     """Return float32, or the type to take where memory is short. ValueError: none fits."""
-    stored = stored_tensors(path).values()
+    stored = model_tensors(path).values()
     numbers = sum(prod(each.shape) for each in stored)
     for dtype, size in (("float32", 4), ("bfloat16", 2)):
         if numbers * size + RESERVE_BYTES <= free * MEMORY_SHARE:

@@ -16,7 +16,10 @@ from typing import Any, Literal
 
 from megatron_opd.config.servers import Trust
 from megatron_opd.config.wording import shown
+from megatron_opd.models.hf_config import check_delta_nets
 
+DELTA_NET = "linear_num_value_heads"
+"""A key of models with gated delta nets, and of no others."""
 Window = Literal["none", "ignored", "switched", "served"]
 
 
@@ -28,7 +31,7 @@ class ServedArchitecture:
     rotary positions. window: none, as transformers has none either; ignored by SGLang, switched:
     the same where use_sliding_window is true. fixed: further keys at which both sides agree at
     these values alone (None stands for null and for an absent key). partial: both rotate a part of
-    a head.
+    a head. shared: both read how large the shared expert is.
     """
 
     model_type: str
@@ -37,11 +40,12 @@ class ServedArchitecture:
     window: Window = "none"
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
     partial: bool = False
+    shared: bool = False
 
 
 _ROPES = ("default", "linear", "llama3", "yarn")
 _UNTIED = {"tie_word_embeddings": (None, False)}
-MEASURED: Mapping[str, ServedArchitecture] = {
+MEASURED: dict[str, ServedArchitecture] = {
     "LlamaForCausalLM": ServedArchitecture(
         "llama", "Llama 3, SmolLM 2", _ROPES, fixed={"mlp_bias": (None, False)}
     ),
@@ -108,6 +112,31 @@ MEASURED: Mapping[str, ServedArchitecture] = {
             "hidden_activation": ("gelu_pytorch_tanh",),
             "use_bidirectional_attention": (None, False),
         },
+    ),
+}
+
+_GATED = {
+    "attn_output_gate": (None, True),
+    "output_gate_type": (None, "swish"),
+    "mamba_ssm_dtype": (None, "float32"),
+    "attention_bias": (None, False),
+    "norm_topk_prob": (None, True),
+    "mlp_only_layers": (None, []),
+    "decoder_sparse_step": (None, 1),
+}
+MEASURED |= {
+    "Qwen3NextForCausalLM": ServedArchitecture(
+        "qwen3_next", "Qwen3-Next", fixed={**_UNTIED, **_GATED}, partial=True, shared=True
+    ),
+    "Qwen3_5ForCausalLM": ServedArchitecture(
+        "qwen3_5_text", "Qwen3.5, Qwen3.6 text", fixed=_GATED, partial=True
+    ),
+    "Qwen3_5MoeForCausalLM": ServedArchitecture(
+        "qwen3_5_moe_text",
+        "Qwen3.5-MoE, Qwen3.6-MoE text",
+        fixed={**_UNTIED, **_GATED},
+        partial=True,
+        shared=True,
     ),
 }
 
@@ -192,12 +221,16 @@ def check_keys(raw: Mapping[str, Any]) -> None:
     for key, allowed in ({**FIXED, **row.fixed} if row is not None else {}).items():
         if row is not None and row.partial and key == "partial_rotary_factor":
             continue
+        if row is not None and row.shared and key == "shared_expert_intermediate_size":
+            continue
         if said.get(key) not in allowed:
             values = " or ".join(map(json.dumps, allowed))
             raise ValueError(
                 f"{key} must be {values}, beyond which SGLang 0.5.23 and transformers compute "
                 f"different models, got {shown(said.get(key))}"
             )
+    if DELTA_NET in raw:
+        check_delta_nets(raw)
     for rope in ropes:
         check_rope(raw, rope, _ROPES if row is None else row.ropes)
 

@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import numpy as np
 
+from megatron_opd.checkpoint.hf_formats import is_quantised
 from megatron_opd.config.roles import Role, section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.inputs.second_pass import second_pass
-from megatron_opd.inputs.weights import is_quantised
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.rollout.teacher_guard import TOKENS, ProbedServer, TeacherProbe, bound_nats, probe
 from sglang_bridge.errors import BadReply, one_line

@@ -15,17 +15,23 @@ from megatron_opd.checkpoint.hf_files import (
     check_complete,
     check_dtype,
     check_tied,
-    find,
+    files_tensors,
     stored_tensors,
     unread_tensors,
 )
+from megatron_opd.checkpoint.hf_formats import (
+    format_of,
+    is_quantised,
+    model_tensors,
+    presented,
+    require_known,
+)
+from megatron_opd.config.servers import Trust
 from megatron_opd.errors import UserError
 from megatron_opd.models.file_kinds import other_kind
-from megatron_opd.models.spec import ModelSpec, read_config
-from megatron_opd.models.tensors import expected_tensors
+from megatron_opd.models.spec import ModelSpec
 from sglang_bridge.errors import some
-
-MODELOPT = "hf_quant_config.json"
+from sglang_bridge.weights.checkpoint_formats import CheckpointFormat
 
 
 def has_weights(path: Path) -> bool:
@@ -37,7 +43,11 @@ def has_weights(path: Path) -> bool:
 
 def check_finite(path: Path, key: str) -> None:
     """Read every weight. Raises UserError naming the tensor that holds a NaN or an infinity."""
-    for name, stored in stored_tensors(path).items():
+    try:
+        tensors = model_tensors(path)
+    except ValueError:
+        tensors = stored_tensors(path)  # of a format that a server alone knows
+    for name, stored in tensors.items():
         if (found := first_not_finite(stored)) is not None:
             raise UserError(f"{key}: {path}: tensor {name} holds {found}")
 
@@ -48,16 +58,11 @@ def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
     Only headers are read, but where two copies of something must be equal.
     """
     try:
-        tensors = stored_tensors(path)
-        for name in expected_tensors(spec):
-            stored = find(tensors, name)
-            if stored is not None:
-                check_dtype(stored, path, name)
-        if is_quantised(path):
-            raise ValueError(
-                f"{path} is described as quantised, which no learner takes: give the checkpoint "
-                "that it was made from"
-            )
+        require_known(path)
+        tensors = model_tensors(path)
+        for name in files_tensors(tensors, spec):
+            if name in tensors:
+                check_dtype(tensors[name], path, name)
         check_complete(tensors, spec, path)
     except ValueError as error:
         raise UserError(f"{key}: {error}") from None
@@ -66,11 +71,14 @@ def check_weights(path: Path, key: str, spec: ModelSpec) -> None:
 def served_tensors(path: Path, key: str, raw: Mapping[str, Any]) -> dict[str, StoredTensor]:
     """Return what a server would load, whatever the tensors are called. raw: its config.json.
 
-    Whether they are those of the model, the server itself finds. Raises UserError: files that are
-    missing or cut short, numbers without the scales that they need, a tied head of its own.
+    Quantised ones are shown as plain ones where their format is known. Whether they are those of
+    the model, the server itself finds. Raises UserError: files that are missing or cut short,
+    numbers without the scales that they need, a tied head of its own.
     """
     try:
         tensors = stored_tensors(path)
+        if is_quantised(path) and (format := known_format(path)) is not None:
+            tensors = presented(tensors, format, path)
         check_tied(tensors, path, tied=raw.get("tie_word_embeddings") is True)
         coded = (name for name, each in tensors.items() if each.dtype not in (*ITEM_BYTES, "F64"))
         name = None if is_quantised(path) else next(coded, None)
@@ -87,16 +95,32 @@ def served_tensors(path: Path, key: str, raw: Mapping[str, Any]) -> dict[str, St
 
 def unread_note(path: Path, key: str, spec: ModelSpec) -> str | None:
     """Return a line that names the tensors that no process reads; None: there are none."""
-    if not has_weights(path) or is_quantised(path):
+    if not has_weights(path):
         return None
-    unread = unread_tensors(stored_tensors(path), spec)
+    unread = unread_tensors(model_tensors(path), spec)
     if not unread:
         return None
     return f"{key}: {path} holds {some(unread)}, which nothing reads and no export will hold"
 
 
-def is_quantised(path: Path) -> bool:
-    """Return whether the checkpoint's matrices are stored in a format of their own."""
-    config = read_config(path / "config.json")
-    described = any(config.get(key) for key in ("quantization_config", "compression_config"))
-    return described or (path / MODELOPT).is_file()
+def check_format(path: Path, key: str, trust: Trust) -> None:
+    """Raise UserError for a model to be served whose format nobody compared; trust: any allows it.
+
+    A server on a CPU, which has no kernels for such formats, refuses it all the same.
+    """
+    if trust == "any":
+        return
+    try:
+        require_known(path)
+    except ValueError as error:
+        raise UserError(
+            f"{key}: {error}; on GPUs, trust: any serves it by SGLang's own kernels"
+        ) from None
+
+
+def known_format(path: Path) -> CheckpointFormat | None:
+    """Return how the matrices are held; None: as they are, or in a way that a server may know."""
+    try:
+        return format_of(path)
+    except ValueError:
+        return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_opd.checkpoint.hf_formats import require_known
 from megatron_opd.config.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
@@ -70,6 +71,8 @@ def make_spec(
     if role == STUDENT:
         check_stops(config)
     _check_for_device(spec, role)
+    if not has_gpu():
+        _check_format(model, f"{role}.model")
     return spec
 
 
@@ -98,6 +101,14 @@ def _check_for_device(spec: ServerSpec, role: Role) -> None:
     except ValueError as error:
         asked = " (run.deterministic is true)" if spec.deterministic else ""
         raise UserError(f"{role}.extra_args: {error}{asked}") from None
+
+
+def _check_format(model: Path, key: str) -> None:
+    """Raise UserError for a format of quantised matrices that no server on a CPU holds."""
+    try:
+        require_known(model)
+    except ValueError as error:
+        raise UserError(f"{key}: {error}") from None
 
 
 def server_spec(config: Config, role: Role, index: int) -> ServerSpec:

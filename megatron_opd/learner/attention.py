@@ -120,14 +120,15 @@ def _places(lengths: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
 class RMSNorm(torch.nn.Module):
     """Normalises by root mean square in float32, as transformers does, with Megatron's arguments.
 
-    Megatron's own torch norm refuses sequence parallelism, which MoE with tensor parallelism needs.
+    With layernorm_zero_centered_gamma it multiplies by 1 + weight. Megatron's own torch norm
+    refuses sequence parallelism, which MoE with tensor parallelism needs.
     """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any
     ) -> None:
         super().__init__()
-        self.eps = eps
+        self.eps, self.zero_centred = eps, config.layernorm_zero_centered_gamma
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(
             torch.ones(hidden_size, dtype=config.params_dtype, device=device)
@@ -139,6 +140,8 @@ class RMSNorm(torch.nn.Module):
         """Normalise the last dimension."""
         x32 = x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
         normed = F.rms_norm(x32, self.weight.shape, eps=self.eps)
+        if self.zero_centred:
+            return (normed * (1 + self.weight.to(x32.dtype))).to(x.dtype)
         return self.weight * normed.to(x.dtype)
 
 

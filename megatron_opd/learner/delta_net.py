@@ -10,25 +10,88 @@ Axes: s packed positions of this rank, S of all context-parallel ranks, h heads,
 
 from __future__ import annotations
 
+from copy import copy
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.ssm.gated_delta_net import common, gdn
+from megatron.core.ssm.gated_delta_net import GatedDeltaNetSubmodules, common, gdn
 from megatron.core.ssm.gated_delta_net.gdn import GatedDeltaNet
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from megatron_opd.learner.attention import RMSNorm
+from megatron_opd.models.delta_net import DeltaNet
 
 EPS = 1e-6
 """What fla's l2norm, transformers and SGLang add to the sum of squares."""
 
 
+def require_kernels() -> None:
+    """Raise ValueError where a GPU has no kernels of the rule: torch's are for a CPU alone."""
+    if torch.cuda.is_available() and not common.HAVE_FLA:
+        raise ValueError(
+            "learner.model has gated delta nets, whose kernels on a GPU are those of "
+            "flash-linear-attention: install it"
+        )
+
+
+def delta_net_fields(net: DeltaNet) -> dict[str, Any]:
+    """Return what config.json says of gated delta nets, in Megatron's words.
+
+    Which layers have one, their specifications say, not linear_attention_freq.
+    """
+    return {
+        "linear_conv_kernel_dim": net.width,
+        "linear_key_head_dim": net.key_dim,
+        "linear_value_head_dim": net.value_dim,
+        "linear_num_key_heads": net.keys,
+        "linear_num_value_heads": net.values,
+    }
+
+
+def place_delta_net(layer: Any, engine: bool) -> None:
+    """Put a gated delta net in the place of the attention of a layer's submodules."""
+    norm: Any = RMSNorm
+    first: Any = ColumnParallelLinear
+    second: Any = RowParallelLinear
+    if engine:
+        from megatron.core.extensions.transformer_engine import (
+            TELayerNormColumnParallelLinear,
+            TENorm,
+            TERowParallelLinear,
+        )
+
+        norm, first, second = TENorm, TELayerNormColumnParallelLinear, TERowParallelLinear
+    else:
+        # a checkpoint has TransformerEngine's names, whose norms belong to the linear layer
+        # after them
+        layer.sharded_state_dict_keys_map = layer.sharded_state_dict_keys_map | {
+            "input_layernorm.": "self_attention.in_proj.layer_norm_"
+        }
+    layer.self_attention = ModuleSpec(
+        PackedDeltaNet,
+        submodules=GatedDeltaNetSubmodules(first, norm, second),
+    )
+
+
 class PackedDeltaNet(GatedDeltaNet):
     """Computes what the tokens of each segment read, by the gated delta rule (arXiv 2412.06464)."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self, config: TransformerConfig, submodules: Any, *args: Any, **kwargs: Any
+    ) -> None:
         if not torch.cuda.is_available():
             _answer_in_torch()
-        super().__init__(*args, **kwargs)
+        super().__init__(config, submodules, *args, **kwargs)
+        if config.layernorm_zero_centered_gamma:
+            # the norm of what heads read multiplies by its weight in every family
+            plain = copy(config)
+            plain.layernorm_zero_centered_gamma = False
+            sizes = {"hidden_size": self.value_head_dim, "eps": config.layernorm_epsilon}
+            self.out_norm = submodules.out_norm(config=plain, **sizes)
 
     def forward(  # type: ignore[override]
         self, hidden_states: torch.Tensor, *args: Any, packed_seq_params: Any, **_: Any

@@ -3,11 +3,12 @@
 Megatron's operations keep four tensors a layer for it: the first product's output, silu(gate), a
 copy of the other half (to which it adds an offset, zero) and the result. Its fused kernels, which
 keep two, are for GPUs. Here silu(gate) is computed again. Values and gradients are the same, bit
-for bit but for the sign of a zero.
+for bit but for the sign of a zero. Gates of GELU by its tanh formula are computed likewise.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,39 +18,58 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.function import once_differentiable
 
+Activation = Callable[[torch.Tensor], torch.Tensor]
 
-class _Swiglu(torch.autograd.Function):
-    """Defines silu(gate) * up, of the two halves of the input's last dimension."""
+
+def gelu(gate: torch.Tensor) -> torch.Tensor:
+    """Return GELU by its tanh formula, Hugging Face's gelu_pytorch_tanh."""
+    return F.gelu(gate, approximate="tanh")
+
+
+class _Gated(torch.autograd.Function):
+    """Defines activation(gate) * up, of the two halves of the input's last dimension.
+
+    activation: F.silu, or gelu of this module.
+    """
 
     @staticmethod
-    def forward(ctx: Any, both: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, both: torch.Tensor, activation: Activation) -> torch.Tensor:
         ctx.save_for_backward(both)
+        ctx.activation = activation
         gate, up = both.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return activation(gate).mul_(up)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         (both,), (grad,) = ctx.saved_tensors, grads
         gate, up = both.chunk(2, dim=-1)
         grad_both = torch.empty_like(both)
         grad_gate, grad_up = grad_both.chunk(2, dim=-1)
-        torch.mul(grad, F.silu(gate), out=grad_up)
-        torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return grad_both
+        torch.mul(grad, ctx.activation(gate), out=grad_up)
+        if ctx.activation is gelu:
+            torch.ops.aten.gelu_backward.grad_input(
+                grad * up, gate, approximate="tanh", grad_input=grad_gate
+            )
+        else:
+            torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
+        return grad_both, None
 
 
-def swiglu(both: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up, [..., f], of `both` = [gate, up], [..., 2 f]; differentiable once."""
-    out: Any = _Swiglu.apply(both)
+def swiglu(both: torch.Tensor, activation: Activation = F.silu) -> torch.Tensor:
+    """Return activation(gate) * up, [..., f], of `both` = [gate, up], [..., 2 f].
+
+    activation: F.silu, or gelu of this module. Differentiable once.
+    """
+    out: Any = _Gated.apply(both, activation)
     return out
 
 
 def is_plain_swiglu(config: TransformerConfig) -> bool:
-    """Return whether Megatron would compute silu(gate) * up by several operations."""
+    """Return whether Megatron would compute activation(gate) * up by several operations."""
     return (
         config.gated_linear_unit
-        and config.activation_func is F.silu
+        and config.activation_func in (F.silu, gelu)
         and config.activation_func_clamp_value is None
         and config.glu_linear_offset == 0
         and not config.add_bias_linear
@@ -73,7 +93,7 @@ class GatedMLP(MLP):
         first: Any = self.linear_fc1
         second: Any = self.linear_fc2
         both, _ = first(hidden_states)
-        return second(swiglu(both))
+        return second(swiglu(both, self.config.activation_func))
 
 
 class GatedSharedExperts(SharedExpertMLP, GatedMLP):

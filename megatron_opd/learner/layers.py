@@ -24,7 +24,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_opd.learner.attention import RMSNorm, local_layer, rotary_frequencies
+from megatron_opd.learner.delta_net import place_delta_net
 from megatron_opd.learner.mla import latent_layer
+from megatron_opd.models.rope import Rope
 from megatron_opd.models.spec import ModelSpec
 
 
@@ -37,12 +39,26 @@ def norm_class(engine: bool) -> Any:
     return TENorm
 
 
+def softmax_scale(spec: ModelSpec, rope: Rope) -> float:
+    """Return what products of queries and keys are multiplied by where `rope` turns them.
+
+    Cosines and sines times a factor are products times its square.
+    """
+    return rope.logit_factor / math.sqrt(spec.query_scalar or spec.head_dim)
+
+
 def layer_spec(
-    spec: ModelSpec, config: TransformerConfig, engine: bool, *, moe: bool, windowed: bool
+    spec: ModelSpec,
+    config: TransformerConfig,
+    engine: bool,
+    *,
+    moe: bool,
+    windowed: bool,
+    delta: bool = False,
 ) -> ModuleSpec:
     """Return one layer. engine: of TransformerEngine's modules. moe: with experts.
 
-    windowed: its queries see the last spec.window positions.
+    windowed: its queries see the last spec.window positions. delta: it has a gated delta net.
     """
     family, experts = spec.family, spec.num_experts if moe else None
     if spec.latent is not None:
@@ -56,6 +72,9 @@ def layer_spec(
     else:
         layer = local_layer(experts, family.qk_norm)
     parts: Any = layer.submodules
+    if delta:
+        place_delta_net(parts, engine)
+        return layer
     attention = parts.self_attention.submodules
     if family.o_bias:
         attention.linear_proj = _replacing(attention.linear_proj, bias=True)
@@ -63,7 +82,7 @@ def layer_spec(
         attention.q_layernorm = partial(HeadsNorm, heads=spec.num_heads)
         attention.k_layernorm = partial(HeadsNorm, heads=spec.num_kv_heads)
     if spec.window_rope is not None and windowed:
-        scale = spec.window_rope.logit_factor / math.sqrt(spec.head_dim)
+        scale = softmax_scale(spec, spec.window_rope)
         attention.core_attention = _replacing(attention.core_attention, softmax_scale=scale)
     if not family.pre_norm:
         _drop_norms(parts, engine)
@@ -159,6 +178,20 @@ class HeadsNorm(torch.nn.Module):
             weight = weight.narrow(0, first * size, mine * size)
         normed = x32 * torch.rsqrt(squares / len(self.weight) + self.eps)
         return (weight * normed.to(x.dtype)).view(x_SBhd.shape)
+
+
+def scale_embedding(model: Any, spec: ModelSpec) -> None:
+    """Multiply embeddings by the root of their size, rounded to their dtype as transformers does.
+
+    The LM head that shares their weights does not.
+    """
+    factor = torch.tensor(math.sqrt(spec.hidden_size))
+
+    def scaled(_: Any, __: Any, embedded: torch.Tensor) -> torch.Tensor:
+        return embedded * factor.to(embedded.dtype).item()
+
+    if model.pre_process:
+        model.embedding.register_forward_hook(scaled)
 
 
 def turn(model: Any, spec: ModelSpec, device: torch.device) -> None:

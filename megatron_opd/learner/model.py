@@ -6,7 +6,6 @@ Its weights mean nothing until checkpoint.convert fills every one of them.
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Mapping
 from shutil import which
 from typing import Any
@@ -35,8 +34,15 @@ from megatron_opd.config.speedups import choose_speedups, overlapping
 from megatron_opd.learner.attention import (
     PackedRotary,
 )
-from megatron_opd.learner.gated import keep_less
-from megatron_opd.learner.layers import layer_spec, norm_class, turn
+from megatron_opd.learner.delta_net import delta_net_fields, require_kernels
+from megatron_opd.learner.gated import gelu, keep_less
+from megatron_opd.learner.layers import (
+    layer_spec,
+    norm_class,
+    scale_embedding,
+    softmax_scale,
+    turn,
+)
 from megatron_opd.learner.lm_head import hide_padded_ids
 from megatron_opd.learner.mla import latent_fields, place_rotary
 from megatron_opd.learner.overrides import build, check_overrides
@@ -79,7 +85,7 @@ def transformer_config(
         "attention_softmax_in_fp32": True,
         # Megatron's default refuses variable lengths, even in a dense model.
         "moe_token_dispatcher_type": "alltoall",
-        "bias_activation_fusion": cuda,
+        "bias_activation_fusion": cuda and not spec.family.gelu,
         "gradient_accumulation_fusion": kernels.fused_gradients,
         # Otherwise every layer asks the GPU for every segment's length, twice.
         "apply_rope_fusion": kernels.engine and spec.latent is None,
@@ -98,7 +104,7 @@ def transformer_config(
             "moe_permute_fusion": speedups.permute,
         }
     chosen = defaults | check_overrides("learner.megatron", target, config.megatron)
-    _check_chosen(config, chosen)
+    _check_chosen(spec, config, chosen)
     fixed = _architecture(spec) | {
         "recompute_granularity": None if config.recompute == "none" else config.recompute,
         "params_dtype": dtype,
@@ -121,7 +127,7 @@ def transformer_config(
     return build("learner.megatron", target, chosen | fixed)
 
 
-def _check_chosen(config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
+def _check_chosen(spec: ModelSpec, config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
     """Raise ValueError for a value that Megatron takes and that fails, or does nothing, later."""
     compiled = sorted(COMPILED & set(chosen.get("recompute_modules", ())))
     if compiled and which("ninja") is None:
@@ -135,6 +141,11 @@ def _check_chosen(config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
         raise ValueError(
             f"learner.megatron.{tuned} has no effect unless moe_token_dispatcher_type is flex, "
             f"got {dispatcher}; leave it out"
+        )
+    if spec.delta_net is not None and chosen.get("deterministic_mode"):
+        raise ValueError(
+            "learner.megatron.deterministic_mode must be false for a model with gated delta nets, "
+            "of which Megatron has no deterministic kernel for packed samples, got true"
         )
     vpp, pp = config.parallel.vpp, config.parallel.pp
     if vpp > 1 and pp == 2 and not chosen["overlap_p2p_comm"]:
@@ -180,15 +191,18 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "qk_layernorm": spec.family.qk_norm,
         "add_qkv_bias": spec.family.qkv_bias,
         "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "activation_func": gelu if spec.family.gelu else F.silu,
         "add_bias_linear": False,
         "rotary_interleaved": spec.rope.interleaved,
-        # Cosines and sines times a factor: products of queries and keys times its square.
-        "softmax_scale": spec.rope.logit_factor / math.sqrt(spec.head_dim),
+        "softmax_scale": softmax_scale(spec, spec.rope),
         "window_size": None if spec.window is None else (spec.window - 1, 0),
         "no_rope_freq": [int(unturned) for unturned in spec.unturned] or None,
         "window_attn_skip_freq": [int(windowed) for windowed in spec.windowed] or None,
+        "layernorm_zero_centered_gamma": spec.family.zero_centred_norms,
+        "attention_output_gate": spec.family.output_gate,
     }
+    if spec.delta_net is not None:
+        found |= delta_net_fields(spec.delta_net)
     return found if spec.latent is None else found | latent_fields(spec.latent, spec.rope)
 
 
@@ -198,12 +212,13 @@ def _layer_specs(
     """Return the layers of one chunk of this pipeline stage."""
     first = get_transformer_layer_offset(config, vp_stage)
     count = get_num_layers_to_build(config, vp_stage)
-    kinds: dict[tuple[bool, bool], ModuleSpec] = {}
+    kinds: dict[tuple[bool, bool, bool], ModuleSpec] = {}
     layers: list[ModuleSpec] = []
     for layer in range(first, first + count):
-        kind = spec.moe_layers[layer], spec.is_windowed(layer)
+        kind = spec.moe_layers[layer], spec.is_windowed(layer), spec.has_delta_net(layer)
         if kind not in kinds:
-            kinds[kind] = layer_spec(spec, config, engine, moe=kind[0], windowed=kind[1])
+            moe, windowed, delta = kind
+            kinds[kind] = layer_spec(spec, config, engine, moe=moe, windowed=windowed, delta=delta)
         layers.append(kinds[kind])
     return layers
 
@@ -234,6 +249,8 @@ def build_model(
             f"run TransformerEngine's context parallelism with them, got {world.parallel.cp}; use "
             "learner.parallel.tp or pp"
         )
+    if spec.delta_net is not None:
+        require_kernels()
     ddp = ddp_config(config, cuda=cuda)
     vpp = world.parallel.vpp
     chunks = [
@@ -269,12 +286,14 @@ def _chunk(
             vp_stage=vp_stage,
         )
     )
-    if not engine:
+    if not engine or spec.family.gelu:  # for which Megatron has no kernel
         keep_less(model)
     if spec.latent is not None:
         place_rotary(model, spec, world.device, engine=engine)
     else:
         _place_rotary(model, spec, config, world)
+    if spec.family.scaled_embedding:
+        scale_embedding(model, spec)
     hide_padded_ids(model, spec.num_ids)
     sort_choices(model)
     model.to(world.device, config.params_dtype)

@@ -27,10 +27,16 @@ def by_transformers(path: Path, dtype: torch.dtype, passages: Passages) -> list[
     """Return float [S, V] of each passage. ValueError: tensors of the model are missing."""
     from transformers import AutoModelForCausalLM
 
+    from megatron_opd.checkpoint.hf_formats import format_of
+    from megatron_opd.learner.verify import of_quantised
+
     load: Callable[..., Any] = AutoModelForCausalLM.from_pretrained
-    model, found = load(
-        path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
-    )
+    if format_of(path) is not None:
+        model, found = of_quantised(path, dtype)
+    else:
+        model, found = load(
+            path, dtype=dtype, local_files_only=True, use_safetensors=True, output_loading_info=True
+        )
     for key in ("missing_keys", "mismatched_keys"):
         if found.get(key):
             # such parameters are random

@@ -40,7 +40,9 @@ OWNERS: Names = {
             moe_router_pre_softmax moe_router_num_groups moe_router_group_topk
             moe_router_topk_scaling_factor moe_router_topk_limited_devices
             moe_router_score_function moe_router_enable_expert_bias moe_router_bias_update_rate
-            moe_shared_expert_intermediate_size moe_shared_expert_gate moe_latent_size"""),
+            moe_shared_expert_intermediate_size moe_shared_expert_gate moe_latent_size
+            linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+            linear_num_value_heads"""),
         "learner.parallel": _names("""
             tensor_model_parallel_size pipeline_model_parallel_size
             virtual_pipeline_model_parallel_size context_parallel_size expert_model_parallel_size
@@ -101,11 +103,10 @@ REFUSED: Names = {
             dsa_indexer_skip_topk_offset dsa_indexer_loss_coeff dsa_indexer_use_sparse_loss
             dsa_kernel_backend dsa_indexer_rope_interleaved dsa_indexer_rotate_activation
             dsa_indexer_scoring_relu dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32"""),
-        "it is of linear attention or Mamba layers, which the learner does not build": _names("""
-            linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim
-            linear_num_key_heads linear_num_value_heads is_hybrid_model mamba_state_dim
-            mamba_head_dim mamba_num_groups mamba_num_heads mamba_training_ssm_states_dtype
-            use_mamba_mem_eff_path"""),
+        "it is of Mamba layers, which the learner does not build, or says which layers have linear "
+        "attention, as config.json of the model does": _names("""
+            linear_attention_freq is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups
+            mamba_num_heads mamba_training_ssm_states_dtype use_mamba_mem_eff_path"""),
         "it is of layers that differ in kind or size, which the learner does not build": _names(
             "heterogeneous_block_specs hetereogenous_dist_checkpoint"
         ),

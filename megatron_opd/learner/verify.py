@@ -13,10 +13,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from megatron_opd.checkpoint.convert import load_weights
+from megatron_opd.checkpoint.hf_formats import model_tensors
+from megatron_opd.checkpoint.hf_reader import converted_dtype, read_rows
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.learner.attention import Packing
@@ -48,12 +51,38 @@ def learner_logits(
 
 
 def transformers_logits(path: Path, ids_1S: torch.Tensor) -> torch.Tensor:
-    """Return float32 [S, V] of one sequence."""
+    """Return float32 [S, V] of one sequence.
+
+    A quantised checkpoint is rounded to bfloat16, as a conversion of it is.
+    """
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True)
+    if (kind := converted_dtype(path, None)) is not None:
+        model = of_quantised(path, kind)[0].float()
+    else:
+        model = AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, local_files_only=True
+        )
     with torch.no_grad():
         return model(ids_1S).logits[0]
+
+
+def of_quantised(path: Path, dtype: torch.dtype) -> tuple[Any, dict[str, Any]]:
+    """Return transformers' model of a quantised checkpoint in `dtype`, and what it lacked.
+
+    transformers' own loading of these formats needs packages that nothing else here does. Raises
+    ValueError as hf_formats.model_tensors does.
+    """
+    import transformers
+
+    stored = model_tensors(path)
+    state = {name: read_rows(each, 0, each.shape[0]) for name, each in stored.items()}
+    config: Any = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+    del config.quantization_config
+    kind = getattr(transformers, config.architectures[0])
+    return kind.from_pretrained(
+        None, config=config, state_dict=state, dtype=dtype, output_loading_info=True
+    )
 
 
 def main() -> int:

@@ -6,6 +6,7 @@ here imports them, as they take seconds to load. Torch-free.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_opd.config.wording import shown
@@ -23,6 +24,9 @@ ONE_SIDED: dict[str, tuple[Any, ...]] = {
     "window_size": (None,),
     "hidden_act": ("silu",),
     "is_causal": (True, None),
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", None),
+    "mamba_ssm_dtype": ("float32", None),
     "rope_is_neox_style": (True,),
     "rope_interleave": (True,),
     "partial_rotary_factor": (1,),
@@ -62,8 +66,11 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
     if window is not None and family.window == "none":
         raise ValueError(f"sliding_window must be null, got {shown(window)}")
     full["sliding_window"] = window
+    if family.has_delta_net:
+        full["layer_types"] = check_delta_nets(full)
     layers = full.get("layer_types") or []
     kinds = ("full_attention",) if window is None else ("full_attention", "sliding_attention")
+    kinds += ("linear_attention",) if family.has_delta_net else ()
     if not isinstance(layers, list) or any(each not in kinds for each in layers):
         raise ValueError(f"layer_types must name {' or '.join(kinds)} alone, got {shown(layers)}")
     if layers and len(layers) != full["num_hidden_layers"]:
@@ -82,8 +89,70 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
     return full
 
 
-def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
-    """Return the rotary settings, with rope_type and rope_theta.
+def check_delta_nets(config: Mapping[str, Any]) -> list[str]:
+    """Return layer_types of a model with gated delta nets.
+
+    ValueError: they are not those that SGLang 0.5.23 builds, which reads full_attention_interval.
+    """
+    every, count = config.get("full_attention_interval"), config["num_hidden_layers"]
+    if type(every) is not int or every < 1 or type(count) is not int:
+        raise ValueError(
+            "full_attention_interval must be an integer >= 1, by which SGLang 0.5.23 places "
+            f"attention, got {shown(every)}"
+        )
+    served = [
+        "linear_attention" if (layer + 1) % every else "full_attention" for layer in range(count)
+    ]
+    layers: Any = config.get("layer_types")
+    if layers is not None and layers != served:
+        raise ValueError(
+            "layer_types must have full_attention in every layer of full_attention_interval "
+            f"({every}) alone, as SGLang 0.5.23 reads that one, got {shown(layers)}"
+        )
+    return served
+
+
+def _of_layers(config: dict[str, Any], family: Family, *, windowed: bool) -> dict[str, Any]:
+    """Return `config` with the rotary settings of one kind of layers alone. ValueError.
+
+    transformers 5 writes both into rope_parameters; transformers 4 wrote rope_theta and
+    rope_scaling of the layers without a window, rope_local_base_freq of the others.
+    """
+    written, kinds = config.get("rope_parameters") or {}, ("full_attention", "sliding_attention")
+    if any(each not in kinds for each in written):
+        raise ValueError(
+            f"rope_parameters must hold {' and '.join(kinds)} alone in a {family.name} model, got "
+            f"{shown(written)}"
+        )
+    settings = written.get(kinds[windowed]) or {}
+    if not isinstance(settings, dict):
+        raise ValueError(f"{kinds[windowed]} must be a mapping, got {shown(settings)}")
+    if windowed and settings.get("rope_type", "default") != "default":
+        raise ValueError(
+            "rope_type of sliding_attention must be 'default', which SGLang 0.5.23 takes it for, "
+            f"got {shown(settings['rope_type'])}"
+        )
+    scaling = {} if windowed else config.get("rope_scaling") or {}
+    if settings and "rope_type" not in settings | scaling:
+        raise ValueError(
+            f"rope_type must stand in {kinds[windowed]}, where transformers fails without it, got "
+            f"{shown(settings)}"
+        )
+    for key in ("type", "rope_theta"):
+        if key in scaling or (key == "type" and key in settings):
+            raise ValueError(
+                f"{key} must not stand in the rotary settings of a {family.name} model: write "
+                "rope_type there, and rope_theta outside rope_scaling"
+            )
+    theta = ("rope_local_base_freq", family.window_theta) if windowed else ("rope_theta", None)
+    found = {"rope_theta": config.get(theta[0], theta[1] or family.theta)} | settings | scaling
+    return config | {"rope_scaling": None, "rope_parameters": found}
+
+
+def rope_parameters(
+    config: dict[str, Any], family: Family, *, windowed: bool = False
+) -> dict[str, Any]:
+    """Return the rotary settings, with rope_type and rope_theta, of windowed layers or the others.
 
     transformers 5 has rope_parameters, transformers 4 rope_theta and rope_scaling. Where both are
     there, rope_scaling is taken whole, and a rope_theta inside rope_parameters is lost.
@@ -91,6 +160,8 @@ def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
     for key in ("rope_scaling", "rope_parameters"):
         if config.get(key) and not isinstance(config[key], dict):
             raise ValueError(f"{key} must be a mapping, got {shown(config[key])}")
+    if family.window_theta is not None:
+        config = _of_layers(config, family, windowed=windowed)
     rope = dict(config.get("rope_scaling") or config.get("rope_parameters") or {})
     rope.setdefault("rope_theta", config.get("rope_theta", family.theta))
     rope.setdefault("rope_type", rope.get("type", "default"))
@@ -99,7 +170,7 @@ def rope_parameters(config: dict[str, Any], family: Family) -> dict[str, Any]:
         raise ValueError(
             f"rope type must be one of {', '.join(family.rope_types)}, got {shown(kind)}"
         )
-    known = ROPE_KEYS | YARN_KEYS if kind == "yarn" else ROPE_KEYS
+    known = (ROPE_KEYS | YARN_KEYS if kind == "yarn" else ROPE_KEYS) | family.rope_keys
     unknown = rope.keys() - known
     if unknown:
         raise ValueError(

@@ -17,7 +17,7 @@ from megatron_opd.models.families.family import EXPERT_BIAS, Row
 from megatron_opd.models.families.keys import Key, hf_names, locate, row_of
 from megatron_opd.models.ranks import RankPlacement
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.models.tensors import qkv_parts, row_shapes
+from megatron_opd.models.tensors import fused_parts, row_shapes, sections
 
 
 class TensorSource(Protocol):
@@ -100,13 +100,8 @@ def _first_layer(chunk: Any) -> int:
 def cut(shard: Shard, spec: ModelSpec, source: TensorSource) -> torch.Tensor:
     """Read this rank's piece from full tensors."""
     shape = tuple(shard.parameter.shape)
-    if shard.row.fusion == "qkv":
-        return _cut_qkv(shard, spec, source)
-    if shard.row.fusion == "gate_up":
-        half = shape[0] // 2
-        full = (half * shard.count, *shape[1:])
-        parts = [source.read(n, full, 0, shard.index * half, half) for n in shard.names]
-        return torch.cat(parts)
+    if shard.row.fusion != "none":
+        return _cut_fused(shard, spec, source)
     if shard.row.vocab:
         return _cut_vocab(shard, spec, source, shape)
     dim = shard.row.dim or 0
@@ -126,44 +121,33 @@ def _cut_vocab(
     return F.pad(rows, (0, 0, 0, shape[0] - length))
 
 
-def _cut_qkv(shard: Shard, spec: ModelSpec, source: TensorSource) -> torch.Tensor:
-    """Read this rank's range of q, of k and of v, and lay them out by KV group."""
-    parts = qkv_parts(spec, shard.index, shard.count)
-    rest: dict[int, torch.Tensor] = {}
+def _cut_fused(shard: Shard, spec: ModelSpec, source: TensorSource) -> torch.Tensor:
+    """Read what this rank's rows hold of each tensor, from its first row to its last, in order."""
+    parts = fused_parts(spec, shard.row, shard.index, shard.count)
+    read: dict[int, tuple[int, torch.Tensor]] = {}
     for place, shape in enumerate(row_shapes(spec, shard.row)):
-        mine = [(start, length) for at, start, length in parts if at == place]
+        mine = [(start, start + length) for at, start, length in parts if at == place]
         if mine:
-            length = sum(length for _, length in mine)
-            rest[place] = source.read(shard.names[place], shape, 0, mine[0][0], length)
-    rows: list[torch.Tensor] = []
-    for place, _, length in parts:
-        rows.append(rest[place][:length])
-        rest[place] = rest[place][length:]
-    return torch.cat(rows)
+            first, end = min(mine)[0], max(mine)[1]
+            tensor = source.read(shard.names[place], shape, 0, first, end - first)
+            read[place] = first, tensor
+    return torch.cat(
+        [read[place][1].narrow(0, start - read[place][0], length) for place, start, length in parts]
+    )
 
 
 def fuse(row: Row, spec: ModelSpec, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Join Hugging Face tensors, in the order of `row.hf`, to the whole Megatron parameter."""
-    if row.fusion == "qkv":
-        return _interleaved(spec, tensors)
-    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
-
-
-def _interleaved(spec: ModelSpec, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Interleave rows of q, k and v (of any number of KV groups) as [q.., k, v] per group."""
-    groups = len(parts[1]) // spec.head_dim
-    tail = parts[0].shape[1:]
-    by_group = [part.reshape(groups, -1, *tail) for part in parts]
-    return torch.cat(by_group, dim=1).reshape(-1, *tail)
+    if row.fusion == "none":
+        return tensors[0]
+    parts = fused_parts(spec, row, 0, 1)
+    return torch.cat([tensors[place].narrow(0, start, length) for place, start, length in parts])
 
 
 def join(row: Row, spec: ModelSpec, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Join all pieces, in shard order, to the Hugging Face tensors in the order of `row.hf`."""
-    if row.fusion == "qkv":
-        return _separated(spec, torch.cat(list(pieces)))
-    if row.fusion == "gate_up":
-        halves = zip(*(piece.chunk(2) for piece in pieces), strict=True)
-        return [torch.cat(half) for half in halves]
+    if row.fusion != "none":
+        return _separated(row, spec, pieces)
     if row.vocab:
         whole = pieces[0] if len(pieces) == 1 else torch.cat(list(pieces))
         return [whole[: spec.vocab_size]]
@@ -172,10 +156,31 @@ def join(row: Row, spec: ModelSpec, pieces: Sequence[torch.Tensor]) -> list[torc
     return [torch.cat(list(pieces), dim=row.dim)]
 
 
-def _separated(spec: ModelSpec, fused: torch.Tensor) -> list[torch.Tensor]:
-    """Take q, k and v (of any number of KV groups) out of rows of [q.., k, v] per group."""
-    tail = fused.shape[1:]
-    ratio, size = spec.num_heads // spec.num_kv_heads, spec.head_dim
-    by_group = fused.reshape(-1, (ratio + 2) * size, *tail)
-    parts = by_group.split([ratio * size, size, size], dim=1)
-    return [part.reshape(-1, *tail).contiguous() for part in parts]
+def _separated(row: Row, spec: ModelSpec, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Take the Hugging Face tensors out of the pieces of a fused parameter."""
+    found: list[list[tuple[int, torch.Tensor]]] = [[] for _ in row.hf]
+    for index, piece in enumerate(pieces):
+        parts = fused_parts(spec, row, index, len(pieces))
+        rows = piece.split([length for _, _, length in parts])
+        for (place, start, _), part in zip(parts, rows, strict=True):
+            found[place].append((start, part))
+    return [torch.cat([part for _, part in sorted(each, key=lambda at: at[0])]) for each in found]
+
+
+def to_stored(row: Row, spec: ModelSpec, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what a Megatron checkpoint holds of a parameter, without padding of the vocabulary."""
+    stacked = sections(spec, row)
+    if not stacked:
+        return [fuse(row, spec, tensors)]
+    return [tensors[each.place].narrow(0, each.start, each.length) for each in stacked]
+
+
+def from_stored(row: Row, spec: ModelSpec, stored: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the Hugging Face tensors, in the order of `row.hf`, of what a checkpoint holds."""
+    stacked = sections(spec, row)
+    if not stacked:
+        return join(row, spec, stored)
+    parts: list[list[torch.Tensor]] = [[] for _ in row.hf]
+    for section, tensor in zip(stacked, stored, strict=True):
+        parts[section.place].append(tensor)
+    return [each[0] if len(each) == 1 else torch.cat(each) for each in parts]

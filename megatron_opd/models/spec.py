@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
-from math import isclose
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.wording import shown
+from megatron_opd.models.delta_net import DeltaNet
 from megatron_opd.models.families.family import Family
 from megatron_opd.models.families.table import family_of
 from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
-from megatron_opd.models.hf_config import complete, rope_parameters
+from megatron_opd.models.hf_config import complete
 from megatron_opd.models.latent import Latent
-from megatron_opd.models.rope import Rope, RopeType, yarn_attention_factor
+from megatron_opd.models.rope import Rope
+from megatron_opd.models.rope_config import read_rope
+from megatron_opd.models.values import (
+    MAX_EXPERTS,
+    MAX_LAYERS,
+    read_count,
+    read_flag,
+    read_number,
+    read_positive,
+)
 
-MAX_COUNT = 2**31 - 1
-# Each layer and each expert of it is listed by name.
-MAX_LAYERS, MAX_EXPERTS = 1024, 4096
+_QUERIES = "query_pre_attn_scalar"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +42,9 @@ class ModelSpec:
     positions of those layers; None: as the others'. window_limit: a window that SGLang ignores, so
     that no context may be longer. unturned: layers without rotary positions. cut_to: see num_ids;
     None: of every row. latent: how keys and values are made of a latent; head_dim is then the size
-    of a query and a key, and num_kv_heads num_heads; None: of the layer's input.
+    of a query and a key, and num_kv_heads num_heads; None: of the layer's input. delta_net: what
+    delta_layers have instead of attention. query_scalar: by whose root products of queries and keys
+    are divided; None: by that of head_dim.
     """
 
     family: Family
@@ -66,6 +75,9 @@ class ModelSpec:
     unturned: tuple[bool, ...] = ()
     cut_to: int | None = None
     latent: Latent | None = None
+    delta_net: DeltaNet | None = None
+    delta_layers: tuple[bool, ...] = ()
+    query_scalar: int | None = None
 
     @property
     def num_ids(self) -> int:
@@ -96,6 +108,15 @@ class ModelSpec:
         """Return whether a query of this layer sees a window of positions alone."""
         return bool(self.windowed) and self.windowed[layer]
 
+    @property
+    def attention_layers(self) -> int:
+        """Returns how many layers have attention."""
+        return self.num_layers - sum(self.delta_layers)
+
+    def has_delta_net(self, layer: int) -> bool:
+        """Return whether this layer has a gated delta net instead of attention."""
+        return bool(self.delta_layers) and self.delta_layers[layer]
+
     def padded_vocab(self, tp: int) -> int:
         """Return the embedding's rows when `tp` ranks split it; added rows are zeros."""
         return -(-self.vocab_size // tp) * tp
@@ -119,6 +140,10 @@ class ModelSpec:
         ]
         if self.shared_ffn_size:
             rules.append(("tp", parallel.tp, "shared experts' features", self.shared_ffn_size))
+        if self.delta_net is not None:
+            # a value head goes where its key head goes
+            ranks = parallel.tp * parallel.cp
+            rules.append(("tp * cp", ranks, "key heads of delta nets", self.delta_net.keys))
         for key, degree, what, count in rules:
             if count % degree or (degree > 1 and count == 0):
                 raise ValueError(
@@ -131,7 +156,8 @@ class ModelSpec:
                 "learner.parallel.tp must divide the model's key-value heads or be a multiple of "
                 f"them, got tp={tp} and {heads} key-value heads"
             )
-        rows = (self.num_heads + 2 * heads) * self.head_dim
+        queries = self.num_heads * (2 if self.family.output_gate else 1)
+        rows = (queries + 2 * heads) * self.head_dim
         if rows % tp:
             raise ValueError(
                 "learner.parallel.tp must divide the model's rows of queries, keys and values, "
@@ -175,11 +201,11 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
     family = family_of(str(raw["model_type"]))
     config = complete(raw, family)
     if "use_qk_norm" in family.defaults:
-        _flag(config, "use_qk_norm")
+        read_flag(config, "use_qk_norm")
     family = family.of(config)
-    layers = _count(config, "num_hidden_layers", most=MAX_LAYERS)
-    heads, hidden = _count(config, "num_attention_heads"), _count(config, "hidden_size")
-    kv_heads = _count(config, "num_key_value_heads")
+    layers = read_count(config, "num_hidden_layers", most=MAX_LAYERS)
+    heads, hidden = read_count(config, "num_attention_heads"), read_count(config, "hidden_size")
+    kv_heads = read_count(config, "num_key_value_heads")
     if heads % kv_heads:
         raise ValueError(
             f"num_key_value_heads must divide num_attention_heads, got {kv_heads} and {heads}"
@@ -189,7 +215,7 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
             f"num_attention_heads must divide hidden_size, got {heads} and {hidden}: transformers "
             "refuses the file"
         )
-    rope, latent = _rope(config, family), _latent(config) if family.latent else None
+    rope, latent = read_rope(config, family), _latent(config) if family.latent else None
     head_dim = _head_dim(config, family, hidden // heads) if latent is None else latent.query
     turning = rope.features(head_dim)
     if turning < 2 or turning % 2 or turning > head_dim:
@@ -204,17 +230,19 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn_size=_count(config, "intermediate_size"),
-        vocab_size=_count(config, "vocab_size"),
-        max_position=_count(config, "max_position_embeddings"),
+        ffn_size=read_count(config, "intermediate_size"),
+        vocab_size=read_count(config, "vocab_size"),
+        max_position=read_count(config, "max_position_embeddings"),
         rope=rope,
-        norm_eps=_positive(config, "rms_norm_eps", whole=False),
-        tied=_flag(config, "tie_word_embeddings"),
-        initializer_range=_positive(config, "initializer_range", whole=False),
+        norm_eps=read_positive(config, "rms_norm_eps", whole=False),
+        tied=read_flag(config, "tie_word_embeddings"),
+        initializer_range=read_positive(config, "initializer_range", whole=False),
         latent=latent,
         **_experts(config, family, layers),
         **_windows(config, family, layers, rope),
+        **_delta_net(config, family),
         unturned=_unturned(config, family, layers),
+        query_scalar=read_count(config, _QUERIES) if _QUERIES in family.defaults else None,
     )
 
 
@@ -222,7 +250,7 @@ def _unturned(config: dict[str, Any], family: Family, layers: int) -> tuple[bool
     if "no_rope_layers" not in family.defaults:
         return ()
     turned: Any = config["no_rope_layers"]
-    every = _count(config, "no_rope_layer_interval")
+    every = read_count(config, "no_rope_layer_interval")
     if turned is None:
         turned = [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(turned, list) or [each for each in turned if each not in (0, 1)]:
@@ -235,16 +263,16 @@ def _unturned(config: dict[str, Any], family: Family, layers: int) -> tuple[bool
 def _head_dim(config: dict[str, Any], family: Family, default: int) -> int:
     # a class with a default of its own has no null
     given = config.get("head_dim") is not None or "head_dim" in family.defaults
-    head_dim = _count(config, "head_dim") if given else default
+    head_dim = read_count(config, "head_dim") if given else default
     if head_dim < 2 or head_dim % 2:  # rotary positions turn pairs of features
         raise ValueError(f"head_dim must be an even number >= 2, got {head_dim}")
     return head_dim
 
 
 def _latent(config: dict[str, Any]) -> Latent:
-    rank = None if config["q_lora_rank"] is None else _count(config, "q_lora_rank")
+    rank = None if config["q_lora_rank"] is None else read_count(config, "q_lora_rank")
     keys = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-    found = Latent(rank, *(_count(config, key) for key in keys))
+    found = Latent(rank, *(read_count(config, key) for key in keys))
     if found.turning % 2:  # rotary positions turn pairs of features
         raise ValueError(f"qk_rope_head_dim must be an even number, got {found.turning}")
     heads, keys_of = config["num_attention_heads"], config["num_key_value_heads"]
@@ -256,22 +284,48 @@ def _latent(config: dict[str, Any]) -> Latent:
     return found
 
 
+def _delta_net(config: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Return the fields of ModelSpec that say where there is no attention."""
+    if not family.has_delta_net:
+        return {}
+    sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+    keys = [f"linear_{name}" for name in (*sizes, "conv_kernel_dim")]
+    net = DeltaNet(*(read_count(config, key) for key in keys))
+    if net.values % net.keys:
+        raise ValueError(
+            "linear_num_key_heads must divide linear_num_value_heads, got "
+            f"{net.keys} and {net.values}"
+        )
+    kinds = config["layer_types"]
+    return {
+        "delta_net": net,
+        "delta_layers": tuple(kind == "linear_attention" for kind in kinds),
+    }
+
+
 def _windows(config: dict[str, Any], family: Family, layers: int, rope: Rope) -> dict[str, Any]:
     """Return the fields of ModelSpec that say what queries do not see."""
     if config["sliding_window"] is None:
         return {}
-    window = _count(config, "sliding_window")
+    window = read_count(config, "sliding_window")
     if family.window == "limit":
         return {"window_limit": window}
-    # transformers' default of all families that say so by layer
+    every = 4  # transformers' default of families without a key
+    if "sliding_window_pattern" in family.defaults and not config.get("layer_types"):
+        every = read_count(config, "sliding_window_pattern")
     kinds = config.get("layer_types") or [
-        "full_attention" if layer % 4 == 3 else "sliding_attention" for layer in range(layers)
+        "sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(layers)
     ]
-    plain = Rope(rope.theta, share=rope.share, interleaved=rope.interleaved)
+    if family.window_theta is not None:
+        plain = read_rope(config, family, windowed=True)
+    elif family.plain_window:
+        plain = Rope(rope.theta, share=rope.share, interleaved=rope.interleaved)
+    else:
+        plain = rope
     return {
         "window": window,
         "windowed": tuple(kind == "sliding_attention" for kind in kinds),
-        "window_rope": plain if family.plain_window and rope != plain else None,
+        "window_rope": plain if plain != rope else None,
     }
 
 
@@ -279,15 +333,15 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
     """Return the fields of ModelSpec that say where experts are."""
     if not family.moe:
         return {"moe_layers": (False,) * layers}
-    experts = _count(config, "num_experts", most=MAX_EXPERTS)
-    chosen = _count(config, "num_experts_per_tok", most=MAX_EXPERTS)
+    experts = read_count(config, "num_experts", most=MAX_EXPERTS)
+    chosen = read_count(config, "num_experts_per_tok", most=MAX_EXPERTS)
     dense: Any = []
     step = 1
     if "first_k_dense_replace" in family.defaults:
-        dense = list(range(_number(config, "first_k_dense_replace")))
+        dense = list(range(read_number(config, "first_k_dense_replace")))
     if "mlp_only_layers" in family.defaults:
         dense = config["mlp_only_layers"] or []
-        step = _count(config, "decoder_sparse_step")
+        step = read_count(config, "decoder_sparse_step")
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
         raise ValueError(f"mlp_only_layers must be a list of integers, got {shown(dense)}")
     moe_layers = tuple(layer not in dense and (layer + 1) % step == 0 for layer in range(layers))
@@ -296,9 +350,9 @@ def _experts(config: dict[str, Any], family: Family, layers: int) -> dict[str, A
     return {
         "num_experts": experts,
         "experts_per_token": chosen,
-        "expert_ffn_size": _count(config, family.expert_ffn_key),
+        "expert_ffn_size": read_count(config, family.expert_ffn_key),
         "shared_ffn_size": _shared_ffn_size(config, family),
-        "norm_topk_prob": family.sums_topk_to_one or _flag(config, "norm_topk_prob"),
+        "norm_topk_prob": family.sums_topk_to_one or read_flag(config, "norm_topk_prob"),
         "moe_layers": moe_layers,
         **_sigmoid_router(config, family, experts, chosen),
     }
@@ -315,14 +369,14 @@ def _sigmoid_router(
         return {}
     if chosen < 2:
         raise ValueError(f"num_experts_per_tok must be >= 2 with sigmoid scores, got {chosen}")
-    if not family.sums_topk_to_one and not _flag(config, "norm_topk_prob"):
+    if not family.sums_topk_to_one and not read_flag(config, "norm_topk_prob"):
         raise ValueError("norm_topk_prob must be true with sigmoid scores, got False")
     scale = 1.0
     if "routed_scaling_factor" in family.defaults:
-        scale = _positive(config, "routed_scaling_factor", whole=False)
+        scale = read_positive(config, "routed_scaling_factor", whole=False)
     if "n_group" not in family.defaults:
         return {"routed_scale": scale}
-    groups, used = _count(config, "n_group"), _count(config, "topk_group")
+    groups, used = read_count(config, "n_group"), read_count(config, "topk_group")
     if experts % groups or used > groups:
         raise ValueError(
             "n_group must divide the experts and be >= topk_group, got "
@@ -342,113 +396,7 @@ def _sigmoid_router(
 def _shared_ffn_size(config: dict[str, Any], family: Family) -> int:
     """Return the features of the experts that every token visits; 0: the family has none."""
     if "shared_expert_intermediate_size" in family.defaults:
-        return _count(config, "shared_expert_intermediate_size")
+        return read_count(config, "shared_expert_intermediate_size")
     if "n_shared_experts" in family.defaults:
-        return _count(config, "n_shared_experts") * _count(config, family.expert_ffn_key)
+        return read_count(config, "n_shared_experts") * read_count(config, family.expert_ffn_key)
     return 0
-
-
-def _rope(config: dict[str, Any], family: Family) -> Rope:
-    rope = rope_parameters(config, family)
-    kind: RopeType = rope["rope_type"]
-    share = _positive(rope, "partial_rotary_factor")
-    plain = Rope(_positive(rope, "rope_theta"), share=share, interleaved=family.interleaved)
-    if kind == "default":
-        return plain
-    stretched = replace(plain, type=kind, factor=_positive(rope, "factor"))
-    if kind == "linear":
-        return stretched
-    if kind == "yarn":
-        return (
-            _latent_yarn(rope, _yarn(stretched, rope)) if family.latent else _yarn(stretched, rope)
-        )
-    low, high = _positive(rope, "low_freq_factor"), _positive(rope, "high_freq_factor")
-    if low >= high:
-        raise ValueError(f"low_freq_factor must be < high_freq_factor, got {low} and {high}")
-    return replace(
-        stretched,
-        low_freq_factor=low,
-        high_freq_factor=high,
-        original_max_position=_count(rope, "original_max_position_embeddings"),
-    )
-
-
-def _yarn(plain: Rope, settings: dict[str, Any]) -> Rope:
-    if plain.share != 1:
-        raise ValueError(
-            "partial_rotary_factor must be 1 with YaRN, whose attention factor the learner applies "
-            f"to whole heads, got {plain.share:g}"
-        )
-    if plain.theta <= 1 or plain.factor < 1:
-        raise ValueError(
-            "rope_theta must be > 1 and factor >= 1 with YaRN, got "
-            f"{plain.theta:g} and {plain.factor:g}"
-        )
-    settings = {"beta_fast": 32, "beta_slow": 1, "truncate": True, "attn_factor": 1} | settings
-    weights = [
-        None if settings.get(key) is None else _positive(settings, key)
-        for key in ("mscale", "mscale_all_dim")
-    ]
-    factor = yarn_attention_factor(plain.factor, *weights)
-    given = settings.get("attention_factor")
-    if given is not None and not isclose(_positive(settings, "attention_factor"), factor):
-        raise ValueError(
-            f"attention_factor must be {factor}, which follows from the other rotary settings, "
-            f"because SGLang 0.5.23 ignores it, got {shown(given)}; leave it out, or say "
-            "attn_factor, by which SGLang multiplies it"
-        )
-    return replace(
-        plain,
-        original_max_position=_count(settings, "original_max_position_embeddings"),
-        beta_fast=_positive(settings, "beta_fast"),
-        beta_slow=_positive(settings, "beta_slow"),
-        truncate=_flag(settings, "truncate"),
-        attention_factor=factor,
-        attn_factor=_positive(settings, "attn_factor"),
-    )
-
-
-def _latent_yarn(settings: dict[str, Any], rope: Rope) -> Rope:
-    """Return YaRN as SGLang's latent attention has it: the softmax is scaled, nothing else."""
-    weight = settings.get("mscale_all_dim")
-    if not weight or settings.get("mscale") != weight:
-        raise ValueError(
-            "mscale and mscale_all_dim must be equal numbers > 0 with latent attention and YaRN, "
-            f"got {shown(settings.get('mscale'))} and {shown(weight)}"
-        )
-    if not rope.truncate or rope.attn_factor != 1:
-        raise ValueError(
-            "truncate must be true and attn_factor 1 with latent attention, where SGLang 0.5.23 "
-            f"reads neither as transformers does, got {rope.truncate} and {rope.attn_factor:g}"
-        )
-    return replace(rope, mscale_all_dim=_positive(settings, "mscale_all_dim"))
-
-
-def _count(config: dict[str, Any], key: str, most: int = MAX_COUNT) -> int:
-    value = config[key]
-    if type(value) is not int or not 1 <= value <= most:
-        raise ValueError(f"{key} must be an integer >= 1 and <= {most}, got {shown(value)}")
-    return value
-
-
-def _number(config: dict[str, Any], key: str) -> int:
-    value = config[key]
-    if type(value) is not int or not 0 <= value <= MAX_LAYERS:
-        raise ValueError(f"{key} must be an integer >= 0 and <= {MAX_LAYERS}, got {shown(value)}")
-    return value
-
-
-def _positive(config: dict[str, Any], key: str, *, whole: bool = True) -> float:
-    """Return a number. whole: transformers takes one that is written without a point."""
-    value = config[key]
-    # float32 holds it, and so does its square root
-    if type(value) not in ((int, float) if whole else (float,)) or not 0 < value < 1e30:
-        raise ValueError(f"{key} must be a number > 0 and < 1e30, got {shown(value)}")
-    return float(value)
-
-
-def _flag(config: dict[str, Any], key: str) -> bool:
-    value = config[key]
-    if not isinstance(value, bool):
-        raise ValueError(f"{key} must be true or false, got {shown(value)}")
-    return value

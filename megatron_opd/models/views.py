@@ -13,7 +13,7 @@ import torch
 
 from megatron_opd.models.shards import Shard
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.models.tensors import qkv_parts
+from megatron_opd.models.tensors import fused_parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +51,8 @@ def views_by_name(shards: Iterable[Shard], spec: ModelSpec) -> dict[str, list[Vi
 def shard_views(shard: Shard, spec: ModelSpec) -> Iterator[View]:
     """Yield a shard's slices, those of one tensor in order; rows that pad the vocabulary not."""
     whole, row = shard.parameter.detach(), shard.row
-    if row.fusion == "qkv":
-        yield from _qkv(shard, spec, whole)
-    elif row.fusion == "gate_up":
-        half = len(whole) // 2
-        for index, name in enumerate(shard.names):
-            yield View(name, 0, shard.index * half, whole.narrow(0, index * half, half))
+    if row.fusion != "none":
+        yield from _fused(shard, spec, whole)
     elif row.vocab:
         start = shard.index * len(whole)
         rows = max(0, min(len(whole), spec.vocab_size - start))
@@ -66,9 +62,9 @@ def shard_views(shard: Shard, spec: ModelSpec) -> Iterator[View]:
         yield View(shard.names[0], dim, shard.index * whole.shape[dim], whole)
 
 
-def _qkv(shard: Shard, spec: ModelSpec, whole: torch.Tensor) -> Iterator[View]:
-    """Yield the rows of q, of k and of v, which lie as [q.., k, v] of each KV group in turn."""
-    parts = qkv_parts(spec, shard.index, shard.count)
+def _fused(shard: Shard, spec: ModelSpec, whole: torch.Tensor) -> Iterator[View]:
+    """Yield the rows of each tensor that are fused here, each tensor's in its own order."""
+    parts = fused_parts(spec, shard.row, shard.index, shard.count)
     offsets = accumulate((length for _, _, length in parts), initial=0)
     in_order = sorted(zip(parts, offsets, strict=False))  # an offset more, the end
     for (place, start, length), offset in in_order:

@@ -148,7 +148,7 @@ def learner_cost(spec: ModelSpec, config: Config, hardware: Hardware) -> Learner
     pair_passes = 3 + (settings.recompute == "full") + start
     replica = parallel.world_size // parallel.dp
     rate = replica * hardware.tflops * 1e12 * TRAIN_MFU
-    pair_flops = 2.0 * spec.num_layers * spec.num_heads * spec.pair_features
+    pair_flops = 2.0 * spec.attention_layers * spec.num_heads * spec.pair_features
     held = model_parameters(spec).total / replica
     links = hardware.network_gbs * GB * LINK_EFFICIENCY
     # float32 gradients are reduced and bfloat16 weights gathered; the optimizer's share is small

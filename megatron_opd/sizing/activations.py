@@ -35,12 +35,15 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_opd.config.learner import HeadLogp, ParallelConfig
+from megatron_opd.models.delta_net import DeltaNet
 from megatron_opd.models.latent import Latent
 from megatron_opd.models.spec import ModelSpec
 
 TransformerImpl = Literal["transformer_engine", "local"]
 BYTES = {"float32": 4, "bfloat16": 2}
 
+CHUNK = 64
+"""Positions that the gated delta rule takes at once."""
 # The lean LM head's two float32 block buffers (losses/blocks.py): of 2**25 logits on a GPU, of
 # 2**21 on a CPU, which is where Megatron's local layers are used.
 LEAN_BLOCK_BYTES: dict[TransformerImpl, int] = {
@@ -70,7 +73,13 @@ class Shapes:
 
 def layer_bytes(shapes: Shapes, layer: int) -> float:
     """Count what one layer of a micro-batch keeps on one rank, without recomputation."""
-    per_token = 2 * _norm(shapes, shapes.spec.hidden_size) + _attention(shapes)
+    family, features = shapes.spec.family, shapes.spec.hidden_size
+    net = shapes.spec.delta_net if shapes.spec.has_delta_net(layer) else None
+    mixer = _attention(shapes) if net is None else _delta_net(shapes, net)
+    per_token = 2 * _norm(shapes, features) + mixer
+    if family.pre_norm and family.post_norm:
+        # two more, whose outputs are added to the residual stream and not kept
+        per_token += 2 * (_norm(shapes, features) - features * shapes.element_bytes)
     around = per_token * shapes.tokens / shapes.parallel.tp
     return around + feed_forward_bytes(shapes, layer)
 
@@ -106,7 +115,9 @@ def _norm(shapes: Shapes, features: int) -> float:
     """Count a norm's input and output over `features`, with its reciprocal root mean square."""
     size = shapes.element_bytes
     if shapes.local:
-        return features * (4 + 2 * size) + 4
+        # what the weight multiplies is rounded before, or after where that is 1 + weight
+        normed = 4 if shapes.spec.family.zero_centred_norms else size
+        return features * (4 + normed + size) + 4
     return 2 * features * size + 4
 
 
@@ -116,26 +127,47 @@ def _attention(shapes: Shapes) -> float:
     if spec.latent is not None:
         return _latent_attention(shapes, spec.latent)
     queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    gates = queries if spec.family.output_gate else 0
     normalised = any("q_norm" in name for row in spec.family.layer for name in row.hf)
-    fused = (queries + 2 * keys) * size
+    fused = (queries + gates + 2 * keys) * size
     if (tp := shapes.parallel.tp) > spec.num_kv_heads:
         fused *= tp  # gathered: every rank holds the heads of all
         keys = tp * spec.head_dim  # and computes with one key-value head, which others have too
     rotated = (queries + keys) * size
     out = queries * size + 4 * spec.num_heads
     kept = fused + rotated + out
+    if gates:  # contiguous, in float32, its sigmoid; the output before and after it
+        kept += gates * (size + 4 + 4) + queries * (4 + size)
     if normalised:
         roots = 4 * (spec.num_heads + keys // spec.head_dim)
         kept += queries * size + roots  # queries are made contiguous before their norm
         if shapes.local:
             # float32 copies of 16-bit inputs, and the normalised heads before their weight
             copies = (queries + keys) * 4 if size < 4 else queries * size
-            kept += copies - queries * size + (queries + keys) * size
+            normed = 4 if spec.family.zero_centred_norms else size
+            kept += copies - queries * size + (queries + keys) * normed
     if shapes.local:
         # padded to [segments, longest] for one call: q, k and v once more; the output is gathered
         kept += (queries + 2 * keys) * size + queries * size
         # cosine and sine of the rotary angles, made by each layer for q and for k, on every rank
         kept += 4 * spec.head_dim * size * shapes.parallel.tp
+    return kept
+
+
+def _delta_net(shapes: Shapes, net: DeltaNet) -> float:
+    """Count what a layer's gated delta net keeps of a token, before the division by t.
+
+    Without fla's kernels the rule keeps the products of its chunks of 64 positions too.
+    """
+    size, by_head = shapes.element_bytes, net.values * net.key_dim
+    projected = (sum(net.mixed) + net.value_features + 2 * net.values) * size
+    mixed = 2 * sum(net.mixed) * size  # before the convolution, and after silu
+    # queries and keys of every value head, decay and strength, what is read
+    rule = 2 * by_head * size + 8 * net.values + net.value_features * size
+    gated = net.values * _norm(shapes, net.value_dim) + 2 * net.value_features * (size + 4)
+    kept = projected + mixed + rule + gated
+    if shapes.local:
+        kept += 4 * net.values * (2 * CHUNK * CHUNK + 8 * net.key_dim + 6 * net.value_dim)
     return kept
 
 

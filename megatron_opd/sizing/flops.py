@@ -8,10 +8,11 @@ takes
 
 with S positions, N matrix elements of the layers that one position meets (of its experts: those
 chosen), P (query, key) pairs in each of L layers of H heads, of d features a query and e a value,
-of which those of a window are fewer, and R positions whose log-probs are read by a head of V ids
-over h features. Where PaLM counts n^2 pairs and n head rows of a sequence of n, a causal one has
-n (n + 1) / 2 pairs here, and the head works for responses alone. A backward pass takes twice as
-much: a product for each operand's gradient.
+of which those of a window are fewer and those of a gated delta net none (for each position 3
+products of its state instead, as the rule goes step by step), and R positions whose log-probs are
+read by a head of V ids over h features. Where PaLM counts n^2 pairs and n head rows of a sequence
+of n, a causal one has n (n + 1) / 2 pairs here, and the head works for responses alone. A backward
+pass takes twice as much: a product for each operand's gradient.
 
 Equal to what torch.utils.flop_counter counts of transformers' models
 (tests/unit/sizing/test_flops.py).
@@ -71,10 +72,12 @@ def _pairs(length: int, window: int) -> int:
 def forward_flops(spec: ModelSpec, work: Work) -> int:
     """Count the model FLOPs of one forward pass."""
     windowed = sum(spec.windowed)
-    pairs = (spec.num_layers - windowed) * work.pairs + windowed * work.windowed_pairs
+    pairs = (spec.attention_layers - windowed) * work.pairs + windowed * work.windowed_pairs
     head = 2 * spec.hidden_size * spec.vocab_size
+    rule = 0 if spec.delta_net is None else spec.delta_net.rule_products * sum(spec.delta_layers)
     return (
-        2 * work.positions * size_of(spec).active_layer_elements
+        2 * work.positions * rule
+        + 2 * work.positions * size_of(spec).active_layer_elements
         + 2 * spec.num_heads * spec.pair_features * pairs
         + head * work.scored
     )

@@ -49,7 +49,7 @@ def recomputed_flops(spec: ModelSpec, work: Work, settings: Settings) -> int:
     """Count the FLOPs that a backward pass computes again; model FLOPs do not hold them."""
     flops = 2 * work.positions * recomputed_elements(spec, settings)
     if settings.recompute == "full":
-        flops += 2 * spec.num_layers * spec.num_heads * spec.pair_features * work.pairs
+        flops += 2 * spec.attention_layers * spec.num_heads * spec.pair_features * work.pairs
     return flops
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import prod
 
+from megatron_opd.models.delta_net import DeltaNet
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import Shape, layer_rows, row_shapes
 
@@ -24,14 +25,15 @@ _NUMBER = re.compile(r"\.\d+(?=\.)")
 class TensorKind:
     """Describes `count` tensors of one shape. name: theirs, with N for each number.
 
-    bits: of a number as it is stored, where a server keeps it so (a quantised checkpoint's); None:
-    the server's dtype has a say. exact: servers hold them in float32, whatever their dtype.
+    bits: of a number as it is stored, with its share of a scale, where a server keeps it so (a
+    quantised checkpoint's); None: the server's dtype has a say. exact: servers hold them in
+    float32, whatever their dtype.
     """
 
     name: str
     shape: Shape
     count: int
-    bits: int | None = None
+    bits: float | None = None
     exact: bool = False
 
     @property
@@ -56,7 +58,8 @@ class ModelSize:
 
     num_experts, experts_per_token: 0 without experts. shared_ffn_size: of the experts that every
     token visits, 0 without. latent_kept: numbers of a token that a layer of latent attention keeps
-    whole on every rank; 0: keys and values are kept, by heads.
+    whole on every rank; 0: keys and values are kept, by heads. delta_layers: those that keep the
+    state of delta_net instead. whole_embedding: every rank has all of it.
     """
 
     num_layers: int
@@ -71,6 +74,9 @@ class ModelSize:
     experts_per_token: int = 0
     shared_ffn_size: int = 0
     latent_kept: int = 0
+    delta_net: DeltaNet | None = None
+    delta_layers: int = 0
+    whole_embedding: bool = False
 
     @property
     def parameters(self) -> int:
@@ -131,10 +137,13 @@ def _size_of_spec(spec: ModelSpec) -> ModelSize:
         spec.experts_per_token,
         spec.shared_ffn_size,
         0 if spec.latent is None else spec.latent.kept,
+        spec.delta_net,
+        sum(spec.delta_layers),
+        whole_embedding=spec.family.scaled_embedding,
     )
 
 
-def kinds_of(stored: Iterable[tuple[str, Shape, int | None]]) -> tuple[TensorKind, ...]:
+def kinds_of(stored: Iterable[tuple[str, Shape, float | None]]) -> tuple[TensorKind, ...]:
     """Return the kinds of tensors given by name, shape and bits (see TensorKind)."""
     counts = Counter((_NUMBER.sub(".N", name), shape, bits) for name, shape, bits in stored)
     return tuple(TensorKind(*each[:2], count, each[2]) for each, count in counts.items())

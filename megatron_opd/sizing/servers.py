@@ -4,8 +4,9 @@ SGLang's own rule is kept: weights and KV cache together take mem_fraction_stati
 rest is for activations and CUDA graphs. Queries, feed-forward features, vocabulary and experts are
 split over tp (experts by ep * (tp / ep)), key-value heads too until each rank has one. Latent
 attention keeps a latent of keys and values, whole on every rank, and copies of the matrix that
-makes both of it. Quantised matrices take a byte a number, and four a row for its scale; those of a
-checkpoint that is quantised already take what they take in it.
+makes both of it. A gated delta net keeps a state of each sequence, in a pool beside that of the
+other layers' keys and values. Quantised matrices take a byte a number, and four a row for its
+scale; those of a checkpoint that is quantised already take what they take in it.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from megatron_opd.sizing.served import ModelSize, Sized, TensorKind, size_of
 from sglang_bridge.weights.formats import EXACT, NUMBERS, PLAIN, SCALES, is_quantised, item_bytes
 
 REPLICATED_HEADS = ("k_proj.weight", "v_proj.weight", "k_proj.bias", "v_proj.bias")
+EMBEDDING = "model.embed_tokens.weight"
 COPIED = "kv_b_proj.weight"
 """A matrix of which SGLang computes with a copy (sglang_bridge/server/compat/mla.py)."""
 WHOLE = ("q_a_proj.weight", "kv_a_proj_with_mqa.weight", "shared_expert_gate.weight")
-SPLIT_BIASES = ("q_proj.bias",)
+SPLIT_BIASES = ("q_proj.bias", "linear_attn.dt_bias", "linear_attn.A_log")
 ROUTERS = ("gate.weight", "router.layer.weight", *WHOLE)
-SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "w2.weight")
+STATES_SHARE = 0.9
+"""Memory of states for each byte of the KV pool, SGLang's default of --mamba-full-memory-ratio."""
+SPLIT_BY_COLUMNS = ("o_proj.weight", "out_proj.weight", "down_proj.weight", "w2.weight")
 """Ends of names of tensors that are split otherwise than a matrix by its rows."""
 
 
@@ -32,12 +36,14 @@ SPLIT_BY_COLUMNS = ("o_proj.weight", "down_proj.weight", "w2.weight")
 class ServerMemory:
     """Describes what a server holds on one GPU.
 
-    kv_tokens: tokens that its pool has room for; None: no GPU size is stated.
+    kv_tokens: tokens that its pool has room for; None: no GPU size is stated. state_bytes: of one
+    sequence in layers that keep a state, however long it is, 0 without such layers.
     """
 
     weights: int
     kv_token_bytes: int
     kv_tokens: int | None
+    state_bytes: int = 0
 
     @property
     def total(self) -> int:
@@ -52,11 +58,15 @@ def server_memory(model: Sized, section: ServerConfig) -> ServerMemory:
     heads = max(1, size.num_kv_heads // section.tp)
     # of latent attention every rank keeps the whole latent
     kept = size.latent_kept or 2 * heads * size.head_dim
-    kv = size.num_layers * kept * BYTES[section.dtype]
+    kv = (size.num_layers - size.delta_layers) * kept * BYTES[section.dtype]
+    state = 0
+    if size.delta_net is not None:
+        state = size.delta_layers * size.delta_net.state_bytes(section.tp, BYTES[section.dtype])
     tokens = section.max_total_tokens
     if tokens is None and section.gpu_memory_gib is not None:
-        tokens = max(0, _limit(section, section.gpu_memory_gib) - weights) // kv
-    return ServerMemory(weights, kv, tokens)
+        room = max(0, _limit(section, section.gpu_memory_gib) - weights)
+        tokens = int(room / (1 + STATES_SHARE if state else 1)) // kv
+    return ServerMemory(weights, kv, tokens, state)
 
 
 def weight_bytes(model: Sized, section: ServerConfig) -> int:
@@ -67,7 +77,7 @@ def weight_bytes(model: Sized, section: ServerConfig) -> int:
         held *= 2 if kind.name.endswith(COPIED) else 1
         quantised = section.quantization is not None and is_quantised(kind.name, len(kind.shape))
         if kind.bits is not None:
-            total += held * kind.bits // 8
+            total += int(held * kind.bits) // 8
         elif not quantised:
             total += held * sizes[EXACT if kind.exact else PLAIN]
         else:
@@ -84,6 +94,8 @@ def _ranks(kind: TensorKind, size: ModelSize, section: ServerConfig) -> int:
     """Return over how many ranks a tensor is split."""
     if kind.name.endswith(REPLICATED_HEADS):
         return min(section.tp, size.num_kv_heads)
+    if size.whole_embedding and kind.name == EMBEDDING:
+        return 1
     split = len(kind.shape) > 1 and not kind.name.endswith(ROUTERS)
     return section.tp if split or kind.name.endswith(SPLIT_BIASES) else 1
 
@@ -97,6 +109,7 @@ def refusal(key: str, model: Sized, section: ServerConfig, context: int) -> str 
         return None
     memory, limit = server_memory(model, section), _limit(section, section.gpu_memory_gib)
     needed = memory.weights + memory.kv_token_bytes * max(context, section.max_total_tokens or 0)
+    needed += memory.state_bytes
     if needed <= limit:
         return None
     return (

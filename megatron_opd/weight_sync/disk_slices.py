@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -32,7 +33,8 @@ class Slices:
         remembers: bool,
     ) -> None:
         self._held, self._dtype, self._remembers = held, dtype, remembers
-        self._views = {part.name: cut(_part(part), views[part.name]) for part in held}
+        self._parts = Counter(part.name for part in held)
+        self._views = {self._name(part): cut(_part(part), views[part.name]) for part in held}
         self._last: dict[str, torch.Tensor] = {}
 
     def whole(self, read: Read) -> list[Content]:
@@ -46,16 +48,16 @@ class Slices:
     def _whole(self, held: Held, read: Read) -> Content:
         if self._remembers:
             now = self._numbers(held, read)
-            self._last[held.name] = last = now.clone()
+            self._last[self._name(held)] = last = now.clone()
             return self._content(held, last)
         shape = (held.length, *(size for dim, size in enumerate(held.shape) if dim != held.dim))
         made = StoredNumbers(
-            held.name, self._dtype_of(held), shape, lambda: self._numbers(held, read)
+            self._name(held), self._dtype_of(held), shape, lambda: self._numbers(held, read)
         )
         return Content(held.name, held.dim, held.start, held.length, held.shape, "whole", (made,))
 
     def _changed(self, held: Held, read: Read) -> Content:
-        now, last = self._numbers(held, read), self._last[held.name]
+        now, last = self._numbers(held, read), self._last[self._name(held)]
         found = find_changes(last, now)
         last.copy_(now)
         return self._content(held, last, found) if found is not None else self._content(held, last)
@@ -63,13 +65,13 @@ class Slices:
     def _content(self, held: Held, whole: torch.Tensor, changes: Changes | None = None) -> Content:
         where = (held.name, held.dim, held.start, held.length, held.shape)
         if changes is None:
-            return Content(*where, "whole", (_there(held.name, whole),))
+            return Content(*where, "whole", (_there(self._name(held), whole),))
         if not len(changes.values):
             return Content(*where, "same", ())
         numbers = (
-            _there(f"{held.name}#counts", changes.counts),
-            _there(f"{held.name}#offsets", changes.offsets),
-            _there(f"{held.name}#values", changes.values),
+            _there(f"{self._name(held)}#counts", changes.counts),
+            _there(f"{self._name(held)}#offsets", changes.offsets),
+            _there(f"{self._name(held)}#values", changes.values),
         )
         return Content(*where, "changes", numbers)
 
@@ -81,9 +83,13 @@ class Slices:
         """
         parts = [
             read(view.name, view.tensor).to(self._dtype_of(held)).movedim(held.dim, 0)
-            for view in self._views[held.name]
+            for view in self._views[self._name(held)]
         ]
         return (parts[0] if len(parts) == 1 else torch.cat(parts)).cpu().contiguous()
+
+    def _name(self, held: Held) -> str:
+        """Return the name of a slice in this rank's file, which may hold several of a tensor."""
+        return held.name if self._parts[held.name] == 1 else f"{held.name}[{held.start}:]"
 
     def _dtype_of(self, held: Held) -> torch.dtype:
         return torch.float32 if held.kind == EXACT else self._dtype

@@ -16,7 +16,7 @@ from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.families.family import KEY_NORM, Row
 from megatron_opd.models.families.keys import Key, hf_names, row_of
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.models.tensors import Shape, model_keys, qkv_parts, row_shapes
+from megatron_opd.models.tensors import Shape, fused_parts, model_keys, row_shapes
 from megatron_opd.sizing.layout import dense_axes, expert_axes, groups_along, stage_layers
 from sglang_bridge.weights.formats import (
     EXACT,
@@ -88,8 +88,8 @@ def learner_holdings(
             holders = [ranks.dense(index, stages) for index in range(count)]
         shapes = row_shapes(spec, row)
         for place, (name, shape) in enumerate(zip(hf_names(spec.family, key), shapes, strict=True)):
-            if row.fusion == "qkv":
-                yield from _qkv(spec, name, shape, place, holders)
+            if row.fusion != "none":
+                yield from _fused(spec, row, name, shape, place, holders)
                 continue
             dim = row.dim or 0
             size = spec.padded_vocab(count) if row.vocab else shape[dim]
@@ -97,15 +97,25 @@ def learner_holdings(
                 yield from _part(name, shape, dim, index, size // count, members, _kind(row))
 
 
-def _qkv(
-    spec: ModelSpec, name: str, shape: Shape, place: int, holders: Sequence[tuple[int, ...]]
+def _fused(
+    spec: ModelSpec,
+    row: Row,
+    name: str,
+    shape: Shape,
+    place: int,
+    holders: Sequence[tuple[int, ...]],
 ) -> Iterator[Held]:
-    """Yield what each piece of the learner's fused rows holds of q, k or v; some hold none."""
+    """Yield what each piece of fused rows holds of the tensor number `place`; some hold none."""
     for index, members in enumerate(holders):
-        parts = [part for part in qkv_parts(spec, index, len(holders)) if part[0] == place]
-        if parts:
-            length = sum(length for _, _, length in parts)
-            yield Held(name, shape, 0, parts[0][1], length, members)
+        parts = fused_parts(spec, row, index, len(holders))
+        ranges = sorted((start, start + length) for at, start, length in parts if at == place)
+        whole: list[tuple[int, int]] = []
+        for start, end in ranges:
+            if whole and whole[-1][1] == start:
+                start = whole.pop()[0]
+            whole.append((start, end))
+        for start, end in whole:
+            yield Held(name, shape, 0, start, end - start, members, _kind(row))
 
 
 def server_holdings(spec: ModelSpec, tp: int, ep: int) -> Iterator[Held]:
@@ -119,7 +129,7 @@ def server_holdings(spec: ModelSpec, tp: int, ep: int) -> Iterator[Held]:
         names, shapes = hf_names(spec.family, key), row_shapes(spec, row)
         for place, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             dim = row.dim or 0
-            if row.dim is None:
+            if row.dim is None or (row.vocab and spec.family.scaled_embedding):
                 yield Held(name, shape, 0, 0, shape[0], everyone, _kind(row))
                 continue
             if row.expert:
@@ -131,9 +141,12 @@ def server_holdings(spec: ModelSpec, tp: int, ep: int) -> Iterator[Held]:
                 holders = [tuple(everyone[i * copies : (i + 1) * copies]) for i in range(count)]
             else:
                 count, holders = tp, [(rank,) for rank in everyone]
+            if row.fusion == "delta":
+                yield from _fused(spec, row, name, shape, place, holders)
+                continue
             size = _multiple(shape[0], SGLANG_VOCAB_MULTIPLE) if row.vocab else shape[dim]
             for index, members in enumerate(holders):
-                yield from _part(name, shape, dim, index, size // count, members)
+                yield from _part(name, shape, dim, index, size // count, members, _kind(row))
 
 
 def as_held(held: Iterable[Held], format: Format | None) -> Iterator[Held]:

@@ -15,7 +15,7 @@ import msgspec
 
 from sglang_bridge import wire
 from sglang_bridge.errors import one_line
-from sglang_bridge.server.pieces import Piece
+from sglang_bridge.server.pieces import Piece, by_name
 from sglang_bridge.server.shadows import Shadows
 from sglang_bridge.server.spec import WEIGHTS_DIR_VARIABLE
 from sglang_bridge.server.version_files import BadVersion, require_stream
@@ -30,7 +30,7 @@ class DiskReader:
     """Holds what this rank has read. pieces: its parameters. root: what it may read below."""
 
     def __init__(self, pieces: Sequence[Piece], root: str | None) -> None:
-        self._pieces = {piece.hf_name: piece for piece in pieces}
+        self._pieces = by_name(pieces)
         self._root = root
         self._shadows = Shadows({})
         self._staging: str | None = None
@@ -57,9 +57,10 @@ class DiskReader:
             raise BadVersion(f"{asked.stream[:80]!r} is no name of a run's weights")
         source = Source(Path(self._root), asked.stream, asked.wait_s)
         require_stream(source.root, source.stream, source.wait_s)
-        names = self._pieces.keys() if asked.staged is None else set(asked.staged)
-        staged = {name: piece for name, piece in self._pieces.items() if name in names}
-        live = {name: piece for name, piece in self._pieces.items() if name not in names}
+        every = {piece.hf_name for piece in self._pieces.values()}
+        names = every if asked.staged is None else set(asked.staged)
+        staged = {name: p for name, p in self._pieces.items() if p.hf_name in names}
+        live = {name: p for name, p in self._pieces.items() if p.hf_name not in names}
         self._shadows = Shadows(staged)
         self._staged = Versioned(staged, self._shadows.memory, source)
         self._live = Versioned(live, {name: p.view for name, p in live.items()}, source)

@@ -18,7 +18,7 @@ from sglang_bridge import freed, open_files
 from sglang_bridge.arrivals import Arrivals
 from sglang_bridge.lifetime import signal_at_end_of_parent
 from sglang_bridge.refusals import Refusals
-from sglang_bridge.server import files, unneeded_models, workers
+from sglang_bridge.server import files, plain_weights, unneeded_models, workers
 from sglang_bridge.server.spec import (
     API_KEY_VARIABLE,
     FILES_VARIABLE,
@@ -190,6 +190,8 @@ def main() -> None:
     if has_delta_nets and not cuda:
         os.environ.update(delta_net.ENVIRONMENT)
     arguments = arguments_for_device(sys.argv[1:], cuda=cuda, has_delta_nets=has_delta_nets)
+    if model is not None:
+        arguments = plain_weights.as_plain(arguments, Path(model), cuda=cuda)
     server_args = prepare_server_args(arguments)
     refusals = Refusals(auth.logger, "by this server")
     connections.guard_connections(Arrivals(refusals), asks_key=api_key is not None)

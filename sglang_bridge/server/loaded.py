@@ -23,6 +23,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from math import isfinite
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,8 +32,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_bridge.errors import one_line, some
 from sglang_bridge.server import pieces
-from sglang_bridge.server.compat import ranks
+from sglang_bridge.server.compat import gemma, ranks
+from sglang_bridge.server.plain_weights import format_to_undo
 from sglang_bridge.server.spec import MODEL_KEY_VARIABLE, REFUSED
+from sglang_bridge.weights.dequantise import dequantised
 
 logger = logging.getLogger(__name__)
 
@@ -71,13 +74,15 @@ class Incomplete(RuntimeError):
 
 
 def around_load_model(original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keeps whether the model that is loaded now only drafts for another."""
+    """Keeps whether the model that is loaded now only drafts for another; mends its scales."""
     global _is_draft
     _is_draft = bool(kwargs["model_config"].is_draft_model)
     try:
-        return original(loader, *args, **kwargs)
+        model = original(loader, *args, **kwargs)
     finally:
         _is_draft = False
+    gemma.round_scales(model)
+    return model
 
 
 def around_load_weights(
@@ -92,6 +97,9 @@ def around_load_weights(
         original(model, weights, *args, **kwargs)
         return
     model._bridge_loaded = True
+    undone = format_to_undo(Path(ranks.model_path()), cuda=torch.cuda.is_available())
+    if undone is not None:
+        weights = dequantised(weights, undone)
     defaults = poison(model)
     reads = Reads()
     failed: list[str] = []

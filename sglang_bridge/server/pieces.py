@@ -8,19 +8,21 @@ own, split as the matrix's rows are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from sglang_bridge import wire
+from sglang_bridge.server.compat import delta_net
 from sglang_bridge.weights.digest import as_text, slice_digest
 from sglang_bridge.weights.formats import HELD_AS, PLAIN_BYTES, scales_of
 
 KNOWN = frozenset(getattr(torch, name) for name in (*PLAIN_BYTES, *HELD_AS.values()))
-GATES = frozenset({"Glm4MoeGate", "Glm4MoeLiteGate", "MoEGate"})
-"""Names of classes of routers that are no linear layers; importing them takes seconds."""
+UNSPLIT = frozenset({"Glm4MoeGate", "Glm4MoeLiteGate", "MoEGate", "Gemma3TextScaledWordEmbedding"})
+"""Names of classes of routers that are no linear layers, and of an embedding that every rank holds
+whole; importing them takes seconds."""
 WEIGHT, SCALES = "weight", scales_of("weight")
 LATENTS = "fused_qkv_a_proj_with_mqa"
 
@@ -86,19 +88,51 @@ def pieces(model: torch.nn.Module) -> list[Piece]:
     return found
 
 
+def by_name(pieces: Iterable[Piece]) -> dict[str, Piece]:
+    """Returns pieces by the name of their tensor, and by a longer one further pieces of it.
+
+    A rank of a gated delta net holds its heads' rows of each of the parts that a tensor stacks.
+    """
+    found: dict[str, Piece] = {}
+    for piece in pieces:
+        name = piece.hf_name
+        found[name if name not in found else f"{name}[{piece.start}:]"] = piece
+    return found
+
+
 def pieces_of(
     modules: Mapping[str, torch.nn.Module], owner: str, leaf: str, data: torch.Tensor
 ) -> Iterator[Piece]:
     """Yields the pieces of one parameter, by the kind of layer it belongs to.
 
-    modules: the model's, by name.
+    modules: the model's, by name. Hugging Face names tell what SGLang's Qwen3.5 does not: which of
+    a layer's own modules are its attention's.
     """
+    layer, _, part = owner.rpartition(".")
+    inside = type(modules.get(layer)).__name__ == delta_net.ATTENTION_LAYER
+    for piece in _own_pieces(modules, owner, leaf, data):
+        name = piece.hf_name
+        if inside and part in delta_net.OF_ATTENTION:
+            name = f"{layer}.self_attn{name.removeprefix(layer)}"
+        yield replace(piece, hf_name=name)
+
+
+def _own_pieces(
+    modules: Mapping[str, torch.nn.Module], owner: str, leaf: str, data: torch.Tensor
+) -> Iterator[Piece]:
+    """Yields them by the names that SGLang's modules have."""
     from sglang.srt.layers import linear
     from sglang.srt.layers.moe.fused_moe_triton.layer import FusedMoE
     from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     module: Any = modules[owner]
-    if isinstance(module, linear.QKVParallelLinear):
+    if owner.endswith(delta_net.PROJECTIONS) or owner.endswith(delta_net.CONVOLUTION):
+        net = modules[owner.rpartition(".")[0]]
+        yield from _sections(module, owner, leaf, delta_net.sections(net, owner), data)
+    elif leaf in delta_net.BY_HEAD and hasattr(module, "conv1d"):
+        length = data.shape[0]
+        yield Piece(f"{owner}.{leaf}", 0, _rank(module.conv1d.tp_group) * length, length, data)
+    elif isinstance(module, linear.QKVParallelLinear):
         yield from _qkv(module, owner, leaf, data)
     elif isinstance(module, linear.MergedColumnParallelLinear):
         yield from _gate_up(module, owner, leaf, data)
@@ -129,7 +163,7 @@ def pieces_of(
 def _is_whole(module: torch.nn.Module, linear: Any) -> bool:
     """Returns whether each rank holds all of a layer's matrix, or of a row-parallel one's bias."""
     whole = (linear.ReplicatedLinear, linear.RowParallelLinear, torch.nn.Linear)
-    return isinstance(module, whole) or type(module).__name__ in GATES
+    return isinstance(module, whole) or type(module).__name__ in UNSPLIT
 
 
 def _qkv(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:
@@ -155,6 +189,33 @@ def _gate_up(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator
         yield Piece(name, 0, rank * length, length, data.narrow(0, offset, length))
         offset += length
     _require_whole(owner, offset, data.shape[0])
+
+
+def _sections(
+    module: Any,
+    owner: str,
+    leaf: str,
+    sections: Sequence[tuple[str, int, int]],
+    data: torch.Tensor,
+) -> Iterator[Piece]:
+    """Yields this rank's share of each section (tensor, its first row there, its rows), stacked.
+
+    Those that follow each other in one tensor as they do here are one piece.
+    """
+    rank, world = _rank(module.tp_group), _world(module.tp_group)
+    found: list[tuple[str, int, int, int]] = []
+    offset = 0
+    for part, first, rows in sections:
+        start, length = first + rank * (rows // world), rows // world
+        if found and found[-1][0] == part and sum(found[-1][1:3]) == start:
+            found[-1] = (part, found[-1][1], found[-1][2] + length, found[-1][3])
+        else:
+            found.append((part, start, length, offset))
+        offset += length
+    _require_whole(owner, offset, data.shape[0])
+    parent = owner.rpartition(".")[0]
+    for part, start, length, at in found:
+        yield Piece(f"{parent}.{part}.{leaf}", 0, start, length, data.narrow(0, at, length))
 
 
 def _latents(attention: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:

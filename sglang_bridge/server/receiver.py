@@ -18,7 +18,7 @@ import torch
 
 from sglang_bridge import wire
 from sglang_bridge.errors import one_line
-from sglang_bridge.server.pieces import Piece, pieces
+from sglang_bridge.server.pieces import Piece, by_name, pieces
 from sglang_bridge.server.shadows import Shadows
 from sglang_bridge.weights.exchange import Message, PassedOn, PeerLost, receive, relay
 from sglang_bridge.weights.share import PAUSED, PEERS, STAGED
@@ -38,7 +38,10 @@ class Receiver:
     """Holds what this rank of a server expects, and what has come. model: whose parameters."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._pieces = {piece.hf_name: piece for piece in pieces(model)}
+        self._pieces = by_name(pieces(model))
+        self._names: dict[str, list[str]] = defaultdict(list)
+        for name, piece in self._pieces.items():
+            self._names[piece.hf_name].append(name)
         self._shadows = Shadows({})
         self._staged: Steps = ()
         self._paused: Steps = ()
@@ -57,13 +60,17 @@ class Receiver:
         to_stage, to_pause = (_listed(share, kind) for kind in (STAGED, PAUSED))
         filled: dict[str, list[tuple[int, ...]]] = defaultdict(list)
         for slices in (*_slices(to_stage), *_slices(to_pause)):
-            for name, *place in slices:
-                filled[name].append(tuple(place))
-        for name in filled.keys() - self._pieces.keys():
-            raise BadExpectation(f"this rank holds no {one_line(name, 100)}")
+            for tensor, *place in slices:
+                if tensor not in self._names:
+                    raise BadExpectation(f"this rank holds no {one_line(tensor, 100)}")
+                filled[self._piece_at(tensor, place)].append(tuple(place))
         for name, piece in self._pieces.items():
             _require_filled_once(piece, filled[name])
-        staged = {name for slices in _slices(to_stage) for name, *_ in slices}
+        staged = {
+            self._piece_at(tensor, place)
+            for slices in _slices(to_stage)
+            for tensor, *place in slices
+        }
         self._shadows = Shadows({name: self._pieces[name] for name in sorted(staged)})
         self._staged = self._steps(to_stage, self._shadows.memory)
         live = {name: piece.view for name, piece in self._pieces.items()}
@@ -157,6 +164,16 @@ class Receiver:
             raise BadExpectation("no weights have been staged here")
         return self._shadows
 
+    def _piece_at(self, tensor: str, place: Sequence[Any]) -> str:
+        """Return the name of the piece of a tensor that [dimension, start, length] begins in."""
+        names = self._names[tensor]
+        # what are no three numbers is refused with the first piece
+        for name in names if [type(each) for each in place] == [int] * 3 else ():
+            piece = self._pieces[name]
+            if place[0] == piece.dim and piece.start <= place[1] < piece.start + piece.length:
+                return name
+        return names[0]
+
     def _steps(self, listed: Listed, memory: Mapping[str, torch.Tensor]) -> Steps:
         received: list[Message] = []
         steps: list[Message | PassedOn] = []
@@ -170,7 +187,8 @@ class Receiver:
 
     def _message(self, sender: int, slices: Slices, memory: Mapping[str, torch.Tensor]) -> Message:
         views: list[torch.Tensor] = []
-        for name, dim, start, length in slices:
+        for tensor, *place in slices:
+            name, (dim, start, length) = self._piece_at(tensor, place), place
             # dimensions other than the piece's own are whole
             first = self._pieces[name].start if dim == self._pieces[name].dim else 0
             views.append(memory[name].narrow(dim, start - first, length))

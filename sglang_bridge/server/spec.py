@@ -24,6 +24,7 @@ GROUP_TIMEOUT_VARIABLE = "SGLANG_BRIDGE_GROUP_TIMEOUT_S"
 WEIGHTS_DIR_VARIABLE = "SGLANG_BRIDGE_WEIGHTS_DIR"
 GATES_VARIABLE = "SGLANG_BRIDGE_ROUTING_WEIGHTS"  # 1: keep them
 NUM_IDS_VARIABLE = "SGLANG_BRIDGE_NUM_IDS"
+PLAIN_VARIABLE = "SGLANG_BRIDGE_PLAIN_WEIGHTS"  # 1: de-quantise the checkpoint on GPUs too
 MODEL_KEY_VARIABLE = "SGLANG_BRIDGE_MODEL_KEY"
 PRELOADED_VARIABLE = "SGLANG_BRIDGE_PRELOADED"
 """PID:DESCRIPTOR: the process of this id has a preloaded process below it, behind that socket."""
@@ -179,6 +180,7 @@ def server_env(
         WEIGHTS_DIR_VARIABLE: spec.weights_dir,
         GATES_VARIABLE: "1" if spec.routed_gates else None,
         MODEL_KEY_VARIABLE: spec.model_key,
+        PLAIN_VARIABLE: "1" if spec.role == "student" or spec.quantization else None,
         NUM_IDS_VARIABLE: None if spec.num_ids is None else str(spec.num_ids),
     }
     for name, value in given.items():

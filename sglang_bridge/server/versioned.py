@@ -70,17 +70,18 @@ class Versioned:
     def _stored(self, version: Version) -> list[Stored]:
         """List what `version` stores of these pieces. BadVersion: not all of them."""
         manifest = version.manifest
-        listed = slices_by_name(manifest, self._memory.keys())
+        listed = slices_by_name(manifest, {p.hf_name for p in self._pieces.values()})
         found: list[Stored] = []
         for name, target in self._memory.items():
             kind = str(target.dtype).removeprefix("torch.")
-            slices = listed.get(name, ())
+            piece = self._pieces[name]
+            slices = listed.get(piece.hf_name, ())
             if manifest.dtype != kind and not (kind == EXACT_DTYPE and _are_exact(slices)):
                 raise BadVersion(
                     f"version {manifest.name} holds {manifest.dtype}, this rank {kind}: serve "
                     "with the dtype of the run's student servers"
                 )
-            found += stored_of(self._pieces[name], target, slices, manifest.name)
+            found += stored_of(piece, target, slices, manifest.name)
         return [stored for stored in found if stored.part.form != "same"]
 
 

@@ -21,6 +21,8 @@ CHUNK_BYTES = 1 << 20
 """Bytes that share a checksum, or one row where that is larger."""
 MAX_BYTES = 1 << 29
 """Largest manifest that is read: that of a model of several million slices."""
+MAX_DIMENSIONS = 3
+"""Largest number of a tensor: a gated delta net's convolution has one more than a matrix."""
 MANIFEST = "manifest"
 STREAM = re.compile(r"run-[0-9a-f]{12}")
 """Names the directory of one run's versions."""
@@ -168,7 +170,7 @@ def _check_file(file: File, has_base: bool) -> None:
         raise BadManifest(f"{file.name}: a head of {file.head_bytes} bytes of {file.num_bytes}")
     for part in file.slices:
         where = f"{file.name}: {one_line(part.name, 80)}"
-        inside = 0 <= part.dim < len(part.shape) <= 2 and min(part.shape) > 0
+        inside = 0 <= part.dim < len(part.shape) <= MAX_DIMENSIONS and min(part.shape) > 0
         if not inside or not 0 <= part.start < part.start + part.length <= part.shape[part.dim]:
             raise BadManifest(
                 f"{where}: [{part.start}:{part.start + part.length}] of dimension {part.dim} is no "

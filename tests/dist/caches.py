@@ -139,6 +139,8 @@ def oracle_update(
     norm = torch.nn.utils.clip_grad_norm_(student.parameters(), clip)
     optimizer.step()
     weights = {name: value.detach() for name, value in per_expert(student).items()}
+    if student.config.tie_word_embeddings:
+        del weights["lm_head.weight"]
     return OracleUpdate(loss, kl, float(norm), weights)
 
 

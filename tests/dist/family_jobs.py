@@ -35,6 +35,7 @@ from megatron_opd.losses.lean import lean_logp
 from megatron_opd.models.gather import FullTensors
 from megatron_opd.models.ranks import all_gather_json
 from megatron_opd.models.spec import ModelSpec, read_model_spec
+from tests.support.checkpoint_tensors import checkpoint_tensors
 
 LENGTHS = (97, 13, 18)  # the first is longer than the Llama model's original context
 
@@ -143,7 +144,7 @@ def _equal_to_source(full: FullTensors, path: Path) -> None:
     if full.world.rank != 0:
         assert not exported
         return
-    expected = load_file(path / "model.safetensors")
+    expected = checkpoint_tensors(path)
     if full.spec.tied:
         expected.pop("lm_head.weight", None)
     assert exported.keys() == expected.keys(), exported.keys() ^ expected.keys()

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch.distributed import distributed_c10d
 
 from megatron_opd.batching.shares import shares
@@ -33,6 +33,7 @@ from megatron_opd.records.types import Batch
 from megatron_opd.weight_sync.holdings import learner_holdings
 from megatron_opd.wire.keys import RANK_VARIABLE
 from sglang_bridge.protocol import BucketSpec
+from tests.support.checkpoint_tensors import checkpoint_tensors
 from tests.support.wire import KEYS
 
 
@@ -70,7 +71,7 @@ def bitwise_equal(learner: MegatronLearner, model: Path) -> None:
     """The learner's export is the checkpoint it was loaded from, bit for bit."""
     exported = dict(learner.full.tensors())
     if learner.world.rank == 0:
-        expected = load_file(model / "model.safetensors")
+        expected = checkpoint_tensors(model)
         expected.pop("lm_head.weight", None) if learner.spec.tied else None
         assert exported.keys() == expected.keys(), exported.keys() ^ expected.keys()
         for name, tensor in expected.items():
@@ -83,7 +84,7 @@ def bitwise_equal(learner: MegatronLearner, model: Path) -> None:
 
 def holds_what_is_planned(learner: MegatronLearner, model: Path) -> None:
     """This rank's parameters are the parts of the checkpoint that weight_sync.holdings names."""
-    full, rank = load_file(model / "model.safetensors"), learner.world.rank
+    full, rank = checkpoint_tensors(model), learner.world.rank
     shards = local_shards(learner.model, learner.spec, learner.world)
     local = {
         name: torch.cat([view.tensor for view in views], dim=views[0].dim)
@@ -91,13 +92,16 @@ def holds_what_is_planned(learner: MegatronLearner, model: Path) -> None:
         if sum(view.length for view in views)
     }
     parallel, fields = learner.config.parallel, learner.config.megatron
-    planned = {
-        held.name: full[held.name].narrow(held.dim, held.start, held.length)
-        for held in learner_holdings(learner.spec, parallel, fields)
-        if rank in held.ranks
-    }
+    planned: dict[str, list[torch.Tensor]] = {}
+    dims: dict[str, int] = {}
+    for held in learner_holdings(learner.spec, parallel, fields):
+        if rank in held.ranks:
+            part = full[held.name].narrow(held.dim, held.start, held.length)
+            planned.setdefault(held.name, []).append(part)
+            dims[held.name] = held.dim
     assert local.keys() == planned.keys(), local.keys() ^ planned.keys()
-    for name, part in planned.items():
+    for name, parts in planned.items():
+        part = torch.cat(parts, dim=dims[name])
         assert torch.equal(local[name], part.to(local[name].dtype)), name
 
 

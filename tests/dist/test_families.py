@@ -17,6 +17,7 @@ from megatron_opd.config.learner import ParallelConfig
 from tests.dist import family_jobs, jobs, state_jobs
 from tests.dist.caches import make_batch
 from tests.dist.worlds import run_world
+from tests.support.delta_models import tiny_qwen3_5, tiny_qwen3_5_moe
 from tests.support.figures import bounded, relative
 from tests.support.latent_models import (
     tiny_deepseek_v2,
@@ -27,12 +28,14 @@ from tests.support.models import (
     LLAMA3_ROPE,
     YARN_FACTOR,
     YARN_ROPE,
+    tiny_gemma3,
     tiny_glm4_moe,
     tiny_llama,
     tiny_mistral,
     tiny_mixtral,
     tiny_olmo2,
     tiny_olmo3,
+    tiny_phi3,
     tiny_qwen2,
     tiny_qwen2_moe,
     tiny_qwen3,
@@ -60,6 +63,8 @@ MAKERS: dict[str, Any] = {
     "mixtral": (tiny_mixtral, ODD),
     "olmo 2": (tiny_olmo2, ODD),
     "olmo 3": (tiny_olmo3, ODD),
+    "gemma 3": (tiny_gemma3, ODD | ONE_KEY),
+    "phi 4": (tiny_phi3, ODD | {"sliding_window": 97}),
     "glm 4.5": (tiny_glm4_moe, ODD | {"num_hidden_layers": 4}),
     "deepseek v2": (tiny_deepseek_v2, ODD | {"num_hidden_layers": 2}),
     "deepseek v3": (tiny_deepseek_v3, ODD | {"num_hidden_layers": 2}),
@@ -67,6 +72,9 @@ MAKERS: dict[str, Any] = {
     "glm 4.7 flash": (tiny_glm4_moe_lite, {"num_hidden_layers": 2, "rms_norm_eps": 1e-6}),
     "qwen2 moe": (tiny_qwen2_moe, ODD | {"mlp_only_layers": [0]}),
     "qwen3 moe": (tiny_qwen3_moe, ODD | {"mlp_only_layers": [0]}),
+    "qwen3.5": (tiny_qwen3_5, ODD),
+    "qwen3.5 moe": (tiny_qwen3_5_moe, {}),
+    "qwen3.5 tied": (tiny_qwen3_5, TIED | ONE_KEY),
     "smollm3": (tiny_smollm3, ODD | TIED),
     "four layers": (tiny_qwen3_moe, TIED | {"mlp_only_layers": [1], "num_hidden_layers": 4}),
 }
@@ -74,7 +82,7 @@ MAKERS: dict[str, Any] = {
 MEANT: dict[str, Any] = {
     "qwen3, yarn, biased": {"rope_parameters": YARN_ROPE | {"attention_factor": 0.8 * YARN_FACTOR}}
 }
-SPARSE = ("mixtral", "glm 4.5", "deepseek v3", "qwen2 moe", "qwen3 moe")
+SPARSE = ("mixtral", "glm 4.5", "deepseek v3", "qwen2 moe", "qwen3 moe", "qwen3.5 moe")
 CONVERTED = (ParallelConfig(), ParallelConfig(tp=2, pp=2))  # cut for one layout, loaded at all
 LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
     "tp1": (1, {}, tuple(MAKERS)),

@@ -10,13 +10,16 @@ from safetensors.torch import load_file
 from megatron_opd.records.types import Batch
 from tests.dist.caches import make_batch, oracle_update
 from tests.dist.layouts import ADAM, LAYOUTS, gaps, relative_gap, run, weights
+from tests.support.delta_models import tiny_qwen3_5, tiny_qwen3_5_moe
 from tests.support.figures import bounded, relative
 from tests.support.latent_models import tiny_deepseek_v2, tiny_deepseek_v3
 from tests.support.models import (
     YARN_ROPE,
+    tiny_gemma3,
     tiny_glm4_moe,
     tiny_llama,
     tiny_olmo3,
+    tiny_phi3,
     tiny_qwen2_moe,
 )
 
@@ -27,9 +30,16 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "glm 4.5": (tiny_glm4_moe, {"num_hidden_layers": 4}),
     "deepseek v2": (tiny_deepseek_v2, {}),
     "deepseek v3": (tiny_deepseek_v3, {}),
+    # a state that every segment begins anew, gates, norms around 0
+    "qwen3.5": (tiny_qwen3_5, {}),
+    "qwen3.5 moe": (tiny_qwen3_5_moe, {}),
     # norms after the projections and over the heads of both ranks, windows, two rotary tables
     "olmo 3": (tiny_olmo3, {"sliding_window": 7}),
     "olmo 3, one key": (tiny_olmo3, {"sliding_window": 7, "num_key_value_heads": 1}),
+    # exports fuse what its files hold fused; half of a head turns
+    "phi 4": (tiny_phi3, {}),
+    # norms that multiply by 1 + weight, scaled embeddings, GELU, rotary tables of their own
+    "gemma 3": (tiny_gemma3, {"sliding_window": 7}),
     # the output projection's bias is added once
     "llama, biased, yarn": (tiny_llama, {"attention_bias": True, "rope_parameters": YARN_ROPE}),
 }
@@ -40,8 +50,14 @@ CASES = [
     ("glm 4.5", "dp2 ep2"),
     ("deepseek v3", "tp2 cp2"),
     ("deepseek v3", "dp2 ep2"),
+    ("qwen3.5", "tp2"),
+    ("qwen3.5", "cp2"),
+    ("qwen3.5 moe", "dp2 ep2"),
     ("olmo 3", "tp2 cp2"),
     ("olmo 3, one key", "tp2"),
+    ("phi 4", "tp2 cp2"),
+    ("gemma 3", "tp2 cp2"),
+    ("gemma 3", "pp2 vpp2"),
     ("llama, biased, yarn", "tp2"),
 ]
 Made = tuple[Path, list[Batch], list[dict[str, Any]], Path]

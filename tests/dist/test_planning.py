@@ -20,7 +20,7 @@ from tests.dist import planning_jobs
 from tests.dist.worlds import run_world
 from tests.support.figures import bounded, relative
 from tests.support.latent_models import tiny_deepseek_v3
-from tests.support.models import tiny_olmo3, tiny_qwen2_moe, tiny_qwen3, tiny_qwen3_moe
+from tests.support.models import tiny_gemma3, tiny_olmo3, tiny_qwen2_moe, tiny_qwen3, tiny_qwen3_moe
 
 pytestmark = pytest.mark.dist
 
@@ -53,6 +53,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "shared tp2": ("shared", {"dtype": "float32", "parallel": {"tp": 2}}),
     "tp2 one key": ("one key", {"dtype": "float32", "parallel": {"tp": 2}}),
     "olmo tp2": ("olmo", {"dtype": "bfloat16", "parallel": {"tp": 2}}),
+    "gemma": ("gemma", {"dtype": "float32"}),
+    "gemma tp2": ("gemma", {"dtype": "bfloat16", "parallel": {"tp": 2}}),
     "cp2": ("mixed", {"dtype": "bfloat16", "parallel": {"cp": 2}}),
     "latent tp2": ("latent", {"dtype": "bfloat16", "parallel": {"tp": 2}}),
     "pp2 vpp2": ("mixed", {"dtype": "bfloat16", "parallel": {"pp": 2, "vpp": 2}}),
@@ -81,6 +83,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
         "tied": tiny_qwen3(base / "tied", tie_word_embeddings=True),
         "mixed": tiny_qwen3_moe(base / "mixed", num_hidden_layers=4, mlp_only_layers=[1]),
+        "gemma": tiny_gemma3(base / "gemma"),
         "olmo": tiny_olmo3(base / "olmo"),
         "latent": tiny_deepseek_v3(base / "latent", **LATENT_DENSE),
         "shared": tiny_qwen2_moe(base / "shared", mlp_only_layers=[1]),

@@ -1,7 +1,8 @@
 """Servers of families with parts of their own: what they hold, compute and take from a weight sync.
 
-One for each kind of part: shared experts with a gate; routers with sigmoids and a bias, and first
-layers without experts.
+One for each kind of part: shared experts with a gate; gated delta nets; routers with sigmoids and a
+bias, and first layers without experts; files that hold fused what servers and syncs name apart;
+embeddings that are scaled and never split.
 """
 
 import asyncio
@@ -30,14 +31,18 @@ from tests.e2e.weight_sync import (
     plan_for,
     shards_of,
 )
+from tests.support.delta_models import tiny_qwen3_5_moe
 from tests.support.figures import bounded
-from tests.support.models import tiny_glm4_moe, tiny_qwen2_moe
+from tests.support.models import tiny_gemma3, tiny_glm4_moe, tiny_phi3, tiny_qwen2_moe
 from tests.support.oracles import load_reference
 
 pytestmark = pytest.mark.e2e
 FAMILIES: dict[str, Callable[..., Path]] = {
     "qwen2 moe": tiny_qwen2_moe,
+    "qwen3.5 moe": tiny_qwen3_5_moe,
     "glm 4.5": tiny_glm4_moe,
+    "phi 4": tiny_phi3,
+    "gemma 3": tiny_gemma3,
 }
 REQUEST = requests_of(tokens=24, count=1)[0]
 Found = tuple[RolloutReply, list[WeightPiece], list[WeightPiece], RolloutReply]

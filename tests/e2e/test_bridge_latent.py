@@ -1,7 +1,7 @@
-"""Latent attention: a server of two ranks whose weights are synced samples from them.
+"""Latent attention and gated delta nets: a server of two ranks samples from what it was sent.
 
-SGLang computes with copies of kv_b_proj, which no digest sees: log-probs are compared, bit for bit
-with a server that loaded the same weights.
+SGLang computes with copies of kv_b_proj, which no digest sees, and a rank holds several parts of a
+tensor of a delta net: log-probs are compared, bit for bit with those of the same weights as loaded.
 """
 
 import asyncio
@@ -38,6 +38,7 @@ from tests.e2e.weight_sync import (
     shards_of,
 )
 from tests.support.config_files import minimal
+from tests.support.delta_models import tiny_qwen3_5
 from tests.support.figures import bounded
 from tests.support.latent_models import tiny_deepseek_v3
 from tests.support.oracles import load_reference
@@ -49,9 +50,9 @@ RANKS = ServerLayout(2, 1)
 REQUESTS = [ragged_request(f"l{i}", 30 + i, 40, seed=i) for i in range(3)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_deepseek_v3(tmp_path_factory.mktemp("latent") / "model", seed=3)
+@pytest.fixture(scope="module", params=[tiny_deepseek_v3, tiny_qwen3_5], ids=["latent", "delta"])
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return request.param(tmp_path_factory.mktemp("model") / "model", seed=3)
 
 
 @pytest.fixture(scope="module")
@@ -165,7 +166,7 @@ def test_every_transport_changes_what_is_sampled_from(
         reference = load_reference(path)
         for request, mine in zip(REQUESTS, logp, strict=True):
             error = np.abs(mine - expected_scores(reference, request)).max()
-            bounded("latent attention, TP2 server: scores (nats)", error, 2e-5)
+            bounded("latents and delta nets, TP2 server: scores (nats)", error, 2e-5)
     assert max(np.abs(a - b).max() for a, b in zip(*found[:2], strict=True)) > 0.1
     for (name, tensors, _), mine in zip(ways, found[1:], strict=True):
         exact = found[1] if tensors is other else found[0]

@@ -4,8 +4,11 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from megatron_opd.learner.verify import of_quantised
 from tests.e2e.conftest import running, tiny_spec
+from tests.support.coded_models import as_fp8
 from tests.support.families import SERVED, make
 from tests.support.family_errors import ARGUMENTS, ask, errors, seen
 from tests.support.figures import bounded
@@ -35,3 +38,14 @@ def test_a_teacher_scores_and_samples_as_transformers_does(name: str, tmp_path: 
     for kind, nats in errors(answers, model).items():
         bounded("teachers of other families against transformers (nats)", nats, 2e-5, kind)
     assert min(seen(answers, model).values()) > 1e-4
+
+
+def test_a_quantised_teacher_is_served_dequantised(tmp_path: Path):
+    plain = make(SERVED["Qwen3-MoE"], tmp_path / "plain")
+    path = as_fp8(plain, tmp_path / "fp8")
+    with running(tiny_spec(path, "teacher", extra_args=ARGUMENTS), tmp_path / "log") as server:
+        answers = ask(server.spec.url)
+    model = of_quantised(path, torch.float32)[0].eval()
+    for kind, nats in errors(answers, model).items():
+        bounded("teachers of other families against transformers (nats)", nats, 2e-5, kind)
+    assert max(errors(answers, load_reference(plain)).values()) > 1e-2, "fp8 rounds"

@@ -7,7 +7,6 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import distributed
 
 from megatron_opd.config.learner import ParallelConfig
@@ -19,13 +18,14 @@ from sglang_bridge.ports import free_port
 from sglang_bridge.protocol import BucketSpec, WeightPiece
 from sglang_bridge.weights.digest import as_text, digest
 from sglang_bridge.weights.exchange import Message
+from tests.support.checkpoint_tensors import checkpoint_tensors
 
 _names = (f"test-{i}" for i in itertools.count())
 
 
 def load_tensors(model: Path) -> dict[str, torch.Tensor]:
     """The checkpoint's tensors under their Hugging Face names."""
-    return load_file(model / "model.safetensors")
+    return checkpoint_tensors(model)
 
 
 def perturbed_copy(model: Path, path: Path, scale: float, seed: int) -> Path:

@@ -216,6 +216,48 @@ ALL_ROPES = {
 }
 
 
+MIXED: Fields = {
+    "num_hidden_layers": 4,
+    "head_dim": 32,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+    **rope(partial_rotary_factor=0.25),
+}
+EVERY_FOURTH: Fields = {"full_attention_interval": 4, "attn_output_gate": True}
+QWEN3_NEXT = TinyFamily(
+    "Qwen3NextConfig",
+    "Qwen3NextForCausalLM",
+    {
+        **MIXED,
+        **ROUTED,
+        "num_experts": 8,
+        "shared_expert_intermediate_size": 64,
+        "norm_topk_prob": True,
+        "mlp_only_layers": [],
+    },
+    written=EVERY_FOURTH,
+)
+MROPE = rope(partial_rotary_factor=0.25, mrope_section=[2, 1, 1], mrope_interleaved=True)
+QWEN3_5 = TinyFamily(
+    "Qwen3_5TextConfig",
+    "Qwen3_5ForCausalLM",
+    {**MIXED, **MROPE},
+    written=EVERY_FOURTH,
+    kept_rope=True,
+)
+QWEN3_5_MOE = TinyFamily(
+    "Qwen3_5MoeTextConfig",
+    "Qwen3_5MoeForCausalLM",
+    {**MIXED, **MROPE, **ROUTED, "num_experts": 8, "shared_expert_intermediate_size": 64},
+    ("intermediate_size",),
+    EVERY_FOURTH,
+    kept_rope=True,
+)
+
+
 def with_ropes(name: str, family: TinyFamily, *kinds: str) -> dict[str, TinyFamily]:
     """A family by its name, and once more for each further type of rotary positions."""
     varied = {f"{name}, {kind}": family.with_fields(**ALL_ROPES[kind]) for kind in kinds}
@@ -256,6 +298,10 @@ SERVED: Mapping[str, TinyFamily] = {
     "GLM-4, no biases": GLM4.with_fields(attention_bias=False),
     "GLM-4.5, GLM-4.6": GLM4_MOE,
     "GLM-4.5, no query-key norm": GLM4_MOE.with_fields(use_qk_norm=False),
+    "Qwen3-Next": QWEN3_NEXT,
+    "Qwen3.5": QWEN3_5,
+    "Qwen3.5, tied": QWEN3_5.with_fields(tie_word_embeddings=True),
+    "Qwen3.5-MoE": QWEN3_5_MOE,
     "Gemma 3 text": GEMMA3,
     "Gemma 3 text, default": GEMMA3.saying(rope_scaling=None),
 }

@@ -21,7 +21,14 @@ def by_transformers(path: Path) -> Any:
     with contextlib.redirect_stderr(io.StringIO()):
         try:
             return AutoConfig.from_pretrained(path)
-        except (StrictDataclassError, AttributeError, LookupError, TypeError, ValueError):
+        except (
+            StrictDataclassError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            TypeError,
+            ValueError,
+        ):
             return None
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
     LlamaConfig,
@@ -24,6 +26,8 @@ from transformers import (
     Olmo2ForCausalLM,
     Olmo3Config,
     Olmo3ForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
@@ -156,6 +160,46 @@ def tiny_qwen2_moe(
     return _save(model, path, config.vocab_size)
 
 
+GEMMA3_ROPE = {
+    "rope_theta": 1e6,
+    "rope_local_base_freq": 5000.0,
+    "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+}
+
+
+def tiny_gemma3(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random Gemma 3 text checkpoint (float32) to `path` and returns it.
+
+    Heads are larger than hidden_size / num_attention_heads; every second of its four layers has a
+    window of 32 positions; config.json has the keys of published ones.
+    """
+    sizes: dict[str, object] = {
+        "num_hidden_layers": 4,
+        "head_dim": 32,
+        "query_pre_attn_scalar": 24,
+        "tie_word_embeddings": True,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    }
+    rope = {
+        "full_attention": GEMMA3_ROPE["rope_scaling"] | {"rope_theta": 1e6},  # type: ignore[operator]
+        "sliding_attention": {"rope_type": "default", "rope_theta": 5000.0},
+    }
+    config = Gemma3TextConfig(**_shared_config(rope_parameters=rope) | sizes | overrides)
+    model = Gemma3ForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # norms multiply by 1 + weight
+                parameter.sub_(1)
+    _save(model, path, config.vocab_size)
+    file = path / "config.json"
+    written = json.loads(file.read_text())
+    del written["rope_parameters"]
+    file.write_text(json.dumps(written | GEMMA3_ROPE))
+    return path
+
+
 def tiny_glm4_moe(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
     """Writes a random GLM-4.5 checkpoint (float32, a dense layer, then 4 experts, top-2)."""
     experts: dict[str, object] = {
@@ -231,6 +275,16 @@ def tiny_mistral(path: Path, *, seed: int = 0, head_std: float = 2.0, **override
     """Writes a random Mistral checkpoint (float32) to `path` and returns it."""
     config = MistralConfig(**_without_attention_bias({"sliding_window": None} | overrides))
     model = MistralForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    return _save(model, path, config.vocab_size)
+
+
+def tiny_phi3(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random Phi-4 checkpoint (float32, fused projections, half of a head turns)."""
+    fields = _shared_config(partial_rotary_factor=0.5) | overrides
+    fields.setdefault("original_max_position_embeddings", fields["max_position_embeddings"])
+    config = Phi3Config(**fields)
+    model = Phi3ForCausalLM(config).float()
     _randomise(model, seed, head_std)
     return _save(model, path, config.vocab_size)
 

@@ -13,7 +13,7 @@ import torch
 
 from checks.fuzz.engine import Target
 from checks.fuzz.mutations import damaged_bytes, damaged_tree
-from sglang_bridge.server.pieces import Piece
+from sglang_bridge.server.pieces import Piece, by_name
 from sglang_bridge.server.receiver import BadExpectation, Receiver
 from sglang_bridge.server.shadows import Shadows
 from sglang_bridge.weights.exchange import Message
@@ -22,6 +22,7 @@ from sglang_bridge.weights.share import BadShare, decode_share, encode_routes, e
 
 RANK, SENDERS = 0, 2
 NORM, MATRIX = "model.norm.weight", "model.layers.0.mlp.down_proj.weight"
+STACK = "model.layers.0.linear_attn.in_proj_qkv.weight"
 PLACE, NAMES = SlicePlace(0, (0, 1)), ("http://h:1", "http://h:2")
 LIMITS = Limits(SENDERS, 2, 1 << 20, relays=True)
 
@@ -32,23 +33,33 @@ def route(name: str, dim: int, start: int, length: int, elements: int, source: i
 
 
 STAGED = (route(NORM, 0, 0, 4, 4, 0), route(NORM, 0, 4, 4, 4, 1))
-PAUSED = (route(MATRIX, 1, 8, 4, 24, 0), route(MATRIX, 1, 12, 4, 24, 1))
+PAUSED = (
+    route(MATRIX, 1, 8, 4, 24, 0),
+    route(MATRIX, 1, 12, 4, 24, 1),
+    route(STACK, 0, 0, 4, 12, 0),
+    route(STACK, 0, 16, 4, 12, 1),
+)
 Given = str
 
 
 @cache
 def held() -> dict[str, Piece]:
-    """What the rank holds: a norm, and the columns 8 to 16 of a matrix."""
-    return {
-        NORM: Piece(NORM, 0, 0, 8, torch.zeros(8)),
-        MATRIX: Piece(MATRIX, 1, 8, 8, torch.zeros(6, 8)),
-    }
+    """What the rank holds: a norm, columns 8 to 16 of a matrix, two ranges of rows of another."""
+    return by_name(
+        [
+            Piece(NORM, 0, 0, 8, torch.zeros(8)),
+            Piece(MATRIX, 1, 8, 8, torch.zeros(6, 8)),
+            Piece(STACK, 0, 0, 4, torch.zeros(4, 3)),
+            Piece(STACK, 0, 16, 4, torch.zeros(4, 3)),
+        ]
+    )
 
 
 def call(text: Given) -> tuple[int, Receiver]:
     """As the plugin of one rank does; returns the bytes to come."""
     receiver: Any = object.__new__(Receiver)
     receiver._pieces, receiver._shadows, receiver._lost = held(), Shadows({}), None
+    receiver._names = {NORM: [NORM], MATRIX: [MATRIX], STACK: [n for n in held() if STACK in n]}
     receiver._staged = receiver._paused = ()
     size = receiver.expect(decode_share(text, RANK))
     return size, receiver
@@ -68,8 +79,10 @@ def oracle(text: Given, found: tuple[int, Receiver]) -> str | None:
     for message in messages:
         if message.peer < 0:
             return "weights of nobody"
-        for name, view in zip(message.names, message.views, strict=True):
-            base = memory[name]
+        for view in message.views:
+            name, base = next(
+                each for each in memory.items() if each[1].data_ptr() == storage_of(view)
+            )
             place = torch.zeros(base.numel()).as_strided(base.shape, base.stride())
             offset = view.storage_offset() - base.storage_offset()
             flat = torch.zeros(base.numel())
@@ -80,6 +93,11 @@ def oracle(text: Given, found: tuple[int, Receiver]) -> str | None:
     if size != sum(message.nbytes for message in messages):
         return "other bytes than are to come"
     return None
+
+
+def storage_of(view: torch.Tensor) -> int:
+    """Where the memory begins that a view is of: that of one piece."""
+    return view.untyped_storage().data_ptr()
 
 
 WHOLE = encode_share(encode_routes(STAGED, PAUSED), PLACE, NAMES, LIMITS)

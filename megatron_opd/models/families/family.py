@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-Fusion = Literal["none", "qkv", "gate_up"]
+Fusion = Literal["none", "qkv", "gate_up", "delta"]
 Layers = Literal["all", "dense", "moe"]
+Attention = Literal["all", "full", "delta"]
 Window = Literal["none", "limit", "layers"]
 ROPE_TYPES = ("default", "linear", "llama3")
 
@@ -26,10 +27,12 @@ class Row:
     mcore: its spellings, relative to the layer (or the model, for top-level rows). hf: the tensors
     it holds, relative to the layer, in fusion order. `{e}` stands for the expert: local in `mcore`,
     global in `hf`. dim: the dimension (of the Hugging Face tensors) that tensor parallelism splits;
-    None: replicated. fusion: `qkv` interleaves [q.. q k v] per KV group, `gate_up` stacks both.
-    vocab: dimension 0 is the vocabulary, which Megatron pads with rows of zeros. layers: which have
-    the parameter. exact: servers hold it in float32, whatever their dtype. buffer: so does the
-    learner, as a buffer of Megatron's, which no optimizer moves.
+    None: replicated. fusion: `qkv` interleaves [q.. q k v] per KV group (with an output gate [q..
+    gate.. k v]), the others stack sections (models/tensors.py). vocab: dimension 0 is the
+    vocabulary, which Megatron pads with rows of zeros. layers: which have the parameter, by their
+    feed-forward block; attention: by what mixes positions. exact: servers hold it in float32,
+    whatever their dtype. buffer: so does the learner, as a buffer of Megatron's, which no optimizer
+    moves.
     """
 
     mcore: tuple[str, ...]
@@ -39,6 +42,7 @@ class Row:
     expert: bool = False
     vocab: bool = False
     layers: Layers = "all"
+    attention: Attention = "all"
     exact: bool = False
     buffer: bool = False
 
@@ -105,6 +109,30 @@ QK_NORM = (
     Row(("self_attention.q_layernorm.weight",), ("self_attn.q_norm.weight",)),
     Row((KEY_NORM,), ("self_attn.k_norm.weight",)),
 )
+
+DELTA_NORM = "self_attention.in_proj.layer_norm_weight"
+_DELTA = "linear_attn."
+GATED_NORM = f"{_DELTA}norm.weight"
+"""A norm that multiplies by its weight whatever Family.zero_centred_norms says."""
+_DELTA_NET = (
+    Row(
+        ("self_attention.in_proj.weight",),
+        tuple(f"{_DELTA}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a")),
+        0,
+        "delta",
+    ),
+    Row(("self_attention.conv1d.weight",), (f"{_DELTA}conv1d.weight",), 0, "delta"),
+    Row(("self_attention.dt_bias",), (f"{_DELTA}dt_bias",), 0),
+    Row(("self_attention.A_log",), (f"{_DELTA}A_log",), 0, exact=True),
+    Row(("self_attention.out_norm.weight",), (GATED_NORM,)),
+    Row(("self_attention.out_proj.weight",), (f"{_DELTA}out_proj.weight",), 1),
+)
+MIXED_ATTENTION = (
+    replace(_INPUT_NORM, mcore=(*_INPUT_NORM.mcore, DELTA_NORM)),
+    *(replace(row, attention="full") for row in (*PROJECTIONS, *QK_NORM)),
+    *(replace(row, attention="delta") for row in _DELTA_NET),
+)
+"""Attention with normed queries and keys in some layers, a gated delta net in the others."""
 POST_NORM = Row(
     ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
     ("post_attention_layernorm.weight",),
@@ -172,6 +200,23 @@ def shared_expert_rows(name: str, gate: str | None = None) -> tuple[Row, ...]:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """Describes a tensor of a layer in which a file holds several, all matrices or all vectors.
+
+    name: the file's, relative to the layer. parts: the tensors in it, of Row.hf, in
+    the order in which their rows lie. experts: of every expert, along a leading dimension; parts
+    then say `{e}`. transposed: matrices lie as [in, out], where nn.Linear has [out, in].
+    interleaved: parts, equally high, take turns row by row.
+    """
+
+    name: str
+    parts: tuple[str, ...]
+    experts: bool = False
+    transposed: bool = False
+    interleaved: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Family:
     """Describes an architecture: `top` holds tensors outside the layers, `layer` those inside.
 
@@ -183,7 +228,8 @@ class Family:
     class's own, and one that transformers takes for it. sums_topk_to_one: the router always scales
     the chosen experts' weights to a sum of one, which other families' norm_topk_prob tells.
     end_token: what transformers takes for a config.json without eos_token_id. heads_fill_hidden:
-    transformers wants num_attention_heads to divide hidden_size.
+    transformers wants num_attention_heads to divide hidden_size. packed: tensors in which published
+    files, and so exports, hold several.
 
     defaults: what transformers takes for a key that is absent. null is another matter: where it is
     no value of the key, transformers refuses the file. optional_biases: those that attention_bias
@@ -192,9 +238,14 @@ class Family:
     those of hf_config.ONE_SIDED. reads: keys of that table of which all of them read every value.
     rope_types: rotary positions that all of them know. rotary_share: default of
     partial_rotary_factor; None: all of them turn every feature of a head, and it is 1.
-    interleaved: rotary positions turn neighbours, not a feature of either half. window: what
+    rope_keys: further rotary settings, without effect on text. interleaved: rotary positions turn
+    neighbours, not a feature of either half. zero_centred_norms: a norm multiplies by 1 + weight.
+    output_gate: the query projection makes a gate of each head's output too. gelu: what gates is
+    GELU by its tanh formula, not SiLU. scaled_embedding: embeddings are multiplied by the root of
+    hidden_size, and each rank of a server holds them all. window: what
     sliding_window does, nothing; it limits the context, as SGLang ignores it; or layer_types says
-    where it is. plain_window: rotary positions of windowed layers are never scaled. shares_heads:
+    where it is. window_theta: rotary positions of windowed layers have settings of their own, and
+    this rope_theta where nothing names it. plain_window: they are never scaled. shares_heads:
     ranks of a server may share a key-value head. own_modules: SGLang runs transformers' modules.
     check: raises ValueError for a complete config.json that transformers and SGLang read
     differently.
@@ -216,6 +267,7 @@ class Family:
     end_token: int | None = None
     heads_fill_hidden: bool = False
     top: tuple[Row, ...] = TOP
+    packed: tuple[Packed, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict, compare=False)
     optional_biases: tuple[Row, ...] = BIASES
     theta: float = 1e4
@@ -223,8 +275,14 @@ class Family:
     reads: frozenset[str] = frozenset()
     rope_types: tuple[str, ...] = ROPE_TYPES
     rotary_share: float | None = None
+    rope_keys: frozenset[str] = frozenset()
     interleaved: bool = False
+    zero_centred_norms: bool = False
+    output_gate: bool = False
+    gelu: bool = False
+    scaled_embedding: bool = False
     window: Window = "none"
+    window_theta: float | None = None
     plain_window: bool = False
     shares_heads: bool = True
     own_modules: bool = False
@@ -234,6 +292,11 @@ class Family:
     def latent(self) -> bool:
         """Returns whether its attention is latent attention."""
         return _FROM_LATENT[0] in self.layer or _FROM_INPUT[0] in self.layer
+
+    @property
+    def has_delta_net(self) -> bool:
+        """Returns whether some layers have a gated delta net instead of attention."""
+        return any(row.attention == "delta" for row in self.layer)
 
     @property
     def sigmoid_router(self) -> bool:

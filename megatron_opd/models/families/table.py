@@ -4,20 +4,21 @@ from __future__ import annotations
 
 from megatron_opd.models.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE
 from megatron_opd.models.families.family import Family
+from megatron_opd.models.families.gemma import GEMMA3_TEXT
 from megatron_opd.models.families.glm import GLM4_MOE
 from megatron_opd.models.families.llama import LLAMA
 from megatron_opd.models.families.mistral import MISTRAL
 from megatron_opd.models.families.mixtral import MIXTRAL
 from megatron_opd.models.families.olmo import OLMO2, OLMO3
+from megatron_opd.models.families.phi import PHI3
 from megatron_opd.models.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from megatron_opd.models.families.qwen_delta import QWEN3_5, QWEN3_5_MOE
 from megatron_opd.models.families.smollm import SMOLLM3
 
-_QWEN = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
+_DENSE = (GEMMA3_TEXT, LLAMA, MISTRAL, OLMO2, OLMO3, PHI3, SMOLLM3)
+_QWEN = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE)
 _LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE)
-FAMILIES = {
-    family.name: family
-    for family in (GLM4_MOE, LLAMA, MISTRAL, MIXTRAL, OLMO2, OLMO3, SMOLLM3, *_QWEN, *_LATENT)
-}
+FAMILIES = {family.name: family for family in (*_DENSE, GLM4_MOE, MIXTRAL, *_QWEN, *_LATENT)}
 
 
 def family_of(model_type: str) -> Family:

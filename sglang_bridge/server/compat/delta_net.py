@@ -37,6 +37,31 @@ MODELS = _NEXT, _3_5 = "sglang.srt.models.qwen3_next", "sglang.srt.models.qwen3_
 """Modules of models: names of those are replaced that are imported."""
 
 
+PROJECTIONS = (".in_proj_qkvz", ".in_proj_ba")
+CONVOLUTION = ".conv1d"
+ATTENTION_LAYER = "Qwen3_5AttentionDecoderLayer"
+OF_ATTENTION = ("qkv_proj", "o_proj", "q_norm", "k_norm")
+"""Modules that lie in such a layer itself, and in checkpoints in its self_attn."""
+BY_HEAD = ("A_log", "dt_bias")
+"""Parameters of a delta net of which a rank holds its heads' share."""
+
+
+def sections(net: Any, owner: str) -> list[tuple[str, int, int]]:
+    """List (tensor, first row, rows) of what the parameter of `owner` stacks, all ranks' rows.
+
+    net: the gated delta net it belongs to. TypeError: Qwen3-Next's, which interleaves them.
+    """
+    if type(net).__name__ != "Qwen3_5GatedDeltaNet":
+        raise TypeError(f"{owner}: its rows are interleaved by head, which no weight sync knows")
+    keys, values, heads = net.key_dim, net.value_dim, net.num_v_heads
+    mixed = [(0, keys), (keys, keys), (2 * keys, values)]
+    if owner.endswith(CONVOLUTION):
+        return [("conv1d", *each) for each in mixed]
+    if owner.endswith(PROJECTIONS[0]):
+        return [*(("in_proj_qkv", *each) for each in mixed), ("in_proj_z", 0, values)]
+    return [("in_proj_b", 0, heads), ("in_proj_a", 0, heads)]
+
+
 def is_needed(model: Path) -> bool:
     """Return whether the model's config.json asks for gated delta nets."""
     try:

@@ -26,7 +26,7 @@ from megatron_opd.checkpoint.to_megatron import hf_to_megatron
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.sizing.layout import stage_layers
-from tests.support.models import tiny_llama, tiny_mixtral, tiny_qwen2
+from tests.support.models import tiny_llama, tiny_mixtral, tiny_phi3, tiny_qwen2
 
 UNIT_BYTES = 60_000
 
@@ -78,6 +78,15 @@ def test_there_and_back_is_bitwise(mixtral: Path, converted: Path, tmp_path: Pat
     assert again.tensor_bytes == report.tensor_bytes
     back(tmp_path / "again", tmp_path / "one")
     require_equal(load_file(tmp_path / "one" / SINGLE), weights(mixtral))
+
+
+def test_what_files_hold_fused_is_fused_again(tmp_path: Path):
+    model = tiny_phi3(tmp_path / "model", vocab_size=301)
+    forth(model, tmp_path / "megatron", parallel=ParallelConfig(tp=2, pp=2))
+    back(tmp_path / "megatron", tmp_path / "hf", max_file_bytes=100_000)
+    found = weights(tmp_path / "hf")
+    require_equal(found, weights(model))
+    assert "model.layers.1.self_attn.qkv_proj.weight" in found
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
@@ -276,7 +285,7 @@ def _indexed(change: Callable[[dict[str, str]], Any]) -> Callable[[Path], None]:
 
 NORM = "model.norm.weight"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "architecture": (_config(model_type="gpt2"), r"one of .*llama, .*, qwen3, qwen3_moe"),
+    "architecture": (_config(model_type="gpt2"), r"one of .*llama, .*, qwen3, .*qwen3_moe"),
     "no config": (lambda p: (p / "config.json").unlink(), r"has no config\.json"),
     "no weights": (lambda p: (p / SINGLE).unlink(), r"holds neither model\.safetensors nor"),
     "cut": (lambda p: _cut(p / SINGLE, 1), r"is incomplete: its header describes"),

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_opd.checkpoint.export import export_hf
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource
+from megatron_opd.models.spec import read_model_spec
 
 
 @pytest.mark.parametrize("limit", [2**40, 100_000])
@@ -23,7 +24,7 @@ def test_export_in_one_file_or_several(limit: int, moe: Path, tmp_path: Path):
     assert (files == ["model.safetensors"]) == (limit > 2**30)
     assert not (target / "old").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out"], "no temporary directory left"
-    reader = SafetensorsSource(target)
+    reader = SafetensorsSource(target, read_model_spec(moe))
     for name, tensor in source.items():
         shape = tuple(tensor.shape)
         assert torch.equal(reader.read(name, shape, 0, 0, shape[0]), tensor)

@@ -18,9 +18,11 @@ from sglang_bridge.server.spec import NUM_IDS_VARIABLE, server_env
 from tests.support.cli_cases import call, refused
 from tests.support.latent_models import tiny_deepseek_v3
 from tests.support.models import (
+    tiny_gemma3,
     tiny_mistral,
     tiny_mixtral,
     tiny_olmo2,
+    tiny_phi3,
     tiny_qwen3,
     tiny_qwen3_moe,
     tiny_smollm3,
@@ -163,6 +165,7 @@ def test_what_sglang_reads_otherwise_is_refused(
     ("write", "fields"),
     [
         (tiny_mistral, {"sliding_window": 1024}),
+        (tiny_phi3, {"sliding_window": 1024}),
         (tiny_qwen3, {"sliding_window": 1024, "use_sliding_window": True}),
     ],
 )
@@ -208,6 +211,7 @@ def served(model: Path, context: int) -> ServerInfo:
     ("write", "fields", "words"),
     [
         (tiny_olmo2, {"tp": 4}, ("student.tp must be <= the model's key-value", "got tp=4 and 2")),
+        (tiny_gemma3, {"tp": 4}, ("student.tp must be <= the model's key-value", "gemma3_text")),
         (tiny_smollm3, {"tp": 4}, ("student.tp must be <= the model's key-value", "smollm3")),
         (tiny_smollm3, {"quantization": "int8"}, ("student.quantization must be null", "smollm3")),
     ],

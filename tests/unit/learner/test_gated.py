@@ -6,7 +6,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.mlp import MLP
 
-from megatron_opd.learner.gated import GatedMLP, is_plain_swiglu, keep_less, swiglu
+from megatron_opd.learner.gated import (
+    Activation,
+    GatedMLP,
+    gelu,
+    is_plain_swiglu,
+    keep_less,
+    swiglu,
+)
 
 PLAIN = {
     "gated_linear_unit": True,
@@ -19,10 +26,10 @@ PLAIN = {
 }
 
 
-def of_megatron(both: torch.Tensor) -> torch.Tensor:
+def of_megatron(both: torch.Tensor, activation: Activation = F.silu) -> torch.Tensor:
     """What MLP.forward of Megatron-Core 0.19.2 computes without bias and clamp."""
     gate, up = torch.chunk(both, 2, dim=-1)
-    return F.silu(gate) * (up + 0.0)
+    return activation(gate) * (up + 0.0)
 
 
 def drawn(dtype: torch.dtype) -> torch.Tensor:
@@ -30,10 +37,11 @@ def drawn(dtype: torch.dtype) -> torch.Tensor:
     return (4 * torch.randn(7, 2, 48, generator=generator)).to(dtype).requires_grad_()
 
 
+@pytest.mark.parametrize("activation", [F.silu, gelu])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
-def test_values_and_gradients_are_megatrons_bit_for_bit(dtype: torch.dtype):
+def test_values_and_gradients_are_megatrons_bit_for_bit(dtype: torch.dtype, activation: Activation):
     both, same = drawn(dtype), drawn(dtype)
-    out, expected = swiglu(both), of_megatron(same)
+    out, expected = swiglu(both, activation), of_megatron(same, activation)
     assert torch.equal(out, expected)
     upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(dtype)
     out.backward(upstream)
@@ -43,8 +51,9 @@ def test_values_and_gradients_are_megatrons_bit_for_bit(dtype: torch.dtype):
     assert torch.equal(both.grad, same.grad)
 
 
-def test_gradients_are_those_of_finite_differences():
-    assert torch.autograd.gradcheck(swiglu, drawn(torch.float64))
+@pytest.mark.parametrize("activation", [F.silu, gelu])
+def test_gradients_are_those_of_finite_differences(activation: Activation):
+    assert torch.autograd.gradcheck(lambda x: swiglu(x, activation), drawn(torch.float64))
 
 
 def kept(function: Any) -> int:

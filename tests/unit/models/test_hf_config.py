@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_opd.models.delta_net import DeltaNet
 from megatron_opd.models.families.qwen import QWEN2_MOE, QWEN3_MOE
 from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.spec import ModelSpec
@@ -38,7 +39,11 @@ ROPES = (
     {},
     None,
 )
-BASE: dict[str, dict[str, Any]] = {"olmo3": {"rope_theta": 500000.0, "num_hidden_layers": 4}}
+BASE: dict[str, dict[str, Any]] = {
+    "olmo3": {"rope_theta": 500000.0, "num_hidden_layers": 4},
+    "qwen3_5_text": {"num_key_value_heads": 4, "full_attention_interval": 2},
+    "qwen3_5_moe_text": {"full_attention_interval": 2},
+}
 """What a family's config.json must hold."""
 VALUES: dict[str, tuple[Any, ...]] = {
     "num_key_value_heads": (1, 4, 8, None),
@@ -59,10 +64,17 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "max_window_layers": (1, 28),
     "no_rope_layers": ([1, 0], [0, 0], [1], [2, 1], None),
     "no_rope_layer_interval": (1, 2, None),
+    "sliding_window_pattern": (2, 6, None),
+    "rope_local_base_freq": (500.0, 10000, None),
+    "query_pre_attn_scalar": (16, 256, None),
+    "hidden_activation": ("gelu_pytorch_tanh", "gelu", None),
+    "attn_logit_softcapping": (None, 50.0),
+    "use_bidirectional_attention": (False, True, None),
     "layer_types": (
         ["full_attention"] * 2,
         ["full_attention", "sliding_attention"],
         ["full_attention", "sliding_attention"] * 2,
+        ["linear_attention", "full_attention"],
         None,
     ),
     "num_experts_per_tok": (1, 2, None),
@@ -77,6 +89,15 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "routed_scaling_factor": (1.0, 2.5, 1, None),
     "first_k_dense_replace": (1, 0, 2, None),
     "use_qk_norm": (True, False, None),
+    "full_attention_interval": (2, 1, 4, 0, None),
+    "linear_num_key_heads": (2, 3, None),
+    "linear_num_value_heads": (16, 4, 2, None),
+    "linear_key_head_dim": (8, None),
+    "linear_value_head_dim": (16, None),
+    "linear_conv_kernel_dim": (4, 2, None),
+    "attn_output_gate": (True, False),
+    "output_gate_type": ("swish", "sigmoid"),
+    "mamba_ssm_dtype": ("float32", "bfloat16"),
     "norm_topk_prob": (True, False, None),
     "decoder_sparse_step": (1, 2, None),
     "mlp_only_layers": ([], [0], None),
@@ -118,7 +139,13 @@ def same(spec: ModelSpec, config: Any) -> None:
     assert (spec.norm_eps, spec.tied) == (config.rms_norm_eps, config.tie_word_embeddings)
     assert spec.max_position == config.max_position_embeddings
     assert spec.initializer_range == config.initializer_range
-    assert config.hidden_act == "silu"
+    if spec.family.gelu:
+        assert config.hidden_activation == "gelu_pytorch_tanh"
+        assert spec.query_scalar == config.query_pre_attn_scalar
+        softcaps = config.attn_logit_softcapping, config.final_logit_softcapping
+        assert (*softcaps, config.use_bidirectional_attention or None) == (None,) * 3
+    else:
+        assert config.hidden_act == "silu"
     glm = spec.family.name == "glm4_moe"
     biased = spec.family.qkv_bias if glm else spec.family.o_bias
     assert getattr(config, "attention_bias", False) == biased
@@ -130,6 +157,11 @@ def same(spec: ModelSpec, config: Any) -> None:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * spec.num_layers
     if spec.window_limit is None:
         assert spec.windowed == (() if window is None else tuple(k[:2] == "sl" for k in kinds))
+    if spec.family.has_delta_net:
+        sizes = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")
+        read = [getattr(config, f"linear_{name}") for name in (*sizes, "conv_kernel_dim")]
+        assert spec.delta_net == DeltaNet(*read)
+        assert spec.delta_layers == tuple(kind == "linear_attention" for kind in kinds)
     turned = config.no_rope_layers if spec.family.name == "smollm3" else []
     assert spec.unturned == tuple(not each for each in turned)
     if not spec.family.moe:
@@ -159,7 +191,8 @@ def shared_size(spec: ModelSpec, config: Any) -> int:
     """Features of the experts that every token visits, as transformers' models read them."""
     if spec.family.name == "glm4_moe":
         return config.n_shared_experts * config.moe_intermediate_size
-    return config.shared_expert_intermediate_size if spec.family == QWEN2_MOE else 0
+    shared = spec.family.name in ("qwen2_moe", "qwen3_5_moe_text")
+    return config.shared_expert_intermediate_size if shared else 0
 
 
 @pytest.fixture(autouse=True)
@@ -188,10 +221,13 @@ def test_every_default_and_every_plain_value_is_accepted(family: str, key: str |
         "num_experts": 8,
     }
     if key is None:
-        del plain["num_key_value_heads"], plain["num_experts"]
+        del plain["num_experts"]
+        if "num_key_value_heads" not in BASE.get(family, {}):
+            del plain["num_key_value_heads"]
         plain["num_attention_heads"] = 32  # the default of the key-value heads
     elif key == "rope_scaling":
-        plain[key] = {"rope_type": "linear", "factor": 2.0}
+        kind = FAMILIES[family].rope_types[-1]
+        plain[key] = {"rope_type": "linear" if kind != "default" else kind, "factor": 2.0}
     elif key not in ("original_max_position_embeddings", "num_local_experts"):
         plain[key] = VALUES[key][0] if key not in ("rope_parameters",) else {"rope_theta": 1e6}
     if family == "glm4_moe":
@@ -204,11 +240,19 @@ def test_every_default_and_every_plain_value_is_accepted(family: str, key: str |
             plain[key] = False
     if key == "sliding_window" and FAMILIES[family].window == "none":
         plain[key] = None
-    if key == "shared_expert_intermediate_size" and family != "qwen2_moe":
+    if key == "shared_expert_intermediate_size" and family not in ("qwen2_moe", "qwen3_5_moe_text"):
         plain[key] = 0
+    if family == "phi3" and key == "rope_scaling":
+        return  # the learner knows none of the types that transformers' class has
+    if family == "gemma3_text":
+        plain |= {key: True} if key == "tie_word_embeddings" else {}
+        if key == "rope_parameters":
+            plain[key] = {"full_attention": ROPES[0] | {"rope_theta": 1e5}}
     if family in BASE and key in ("rope_parameters", "rope_theta"):
         return  # one value alone is accepted, and it has been
-    for other, refused in (("olmo2", "sliding_window"), ("olmo3", "layer_types")):
+    wrong = (("olmo2", "sliding_window"), ("olmo3", "layer_types"))
+    wrong += (("qwen3_5_text", "layer_types"), ("qwen3_5_moe_text", "layer_types"))
+    for other, refused in wrong:
         if (family, key) == (other, refused):
             del plain[refused]
     ours, theirs = read(plain)

@@ -30,6 +30,8 @@ def test_the_architecture_is_read(moe: Path, dense: Path):
     assert not read_model_spec(dense).is_moe
 
 
+GEMMA3 = {"model_type": "gemma3_text", "rope_parameters": None, "tie_word_embeddings": True}
+GEMMA3 |= {"sliding_window": 64}
 OLMO3 = {"model_type": "olmo3", "sliding_window": 64, "rope_theta": 500000}
 OLMO3 |= {"rope_parameters": "absent"}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
@@ -40,7 +42,7 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     [
         (
             {"model_type": "gpt2"},
-            "model_type must be one of .*llama, .*, qwen3, qwen3_moe, .*got 'gpt2'",
+            "model_type must be one of .*llama, .*, qwen3, .*qwen3_moe, .*got 'gpt2'",
         ),
         ({"model_type": "qwen2", "attention_bias": True}, "attention_bias must be False, got True"),
         ({"hidden_act": "gelu"}, "hidden_act must be 'silu', got 'gelu'"),
@@ -71,10 +73,34 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
             {"model_type": "olmo3", "sliding_window": 64},
             "rope_parameters must be absent in an olmo3 model",
         ),
+        (
+            {"model_type": "phi3", "rope_parameters": {"partial_rotary_factor": 0.5}},
+            "partial_rotary_factor of rope_parameters must stand in config.json itself too, .*"
+            "got 0.5 and 1",
+        ),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "longrope"}},
+            "rope type must be one of default, got 'longrope'",
+        ),
         (OLMO3 | {"rope_theta": 1e4}, "rope_theta must be 500000 in an olmo3 model"),
         (OLMO3 | {"sliding_window": None}, "sliding_window must be an integer in an olmo3 model"),
         (OLMO3 | {"rope_scaling": YARN}, "rope_theta must not stand in rope_scaling of an olmo3"),
         (OLMO3 | {"layer_types": ["full_attention"]}, "layer_types must name 2 layers, got 1"),
+        (GEMMA3 | {"tie_word_embeddings": False}, "tie_word_embeddings must be True, got False"),
+        (GEMMA3 | {"hidden_activation": "gelu"}, "hidden_activation must be 'gelu_pytorch_tanh'"),
+        (GEMMA3 | {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping must be None"),
+        (GEMMA3 | {"use_bidirectional_attention": True}, "use_bidirectional_attention must be Fal"),
+        (GEMMA3 | {"sliding_window": None}, "sliding_window must be an integer in a gemma3_text"),
+        (GEMMA3 | {"rope_parameters": {"rope_theta": 1e6}}, "must hold full_attention and sliding"),
+        (GEMMA3 | {"rope_scaling": {"type": "linear", "factor": 8.0}}, "type must not stand in"),
+        (
+            GEMMA3 | {"rope_parameters": {"sliding_attention": {"rope_type": "linear"}}},
+            "rope_type of sliding_attention must be 'default'",
+        ),
+        (
+            GEMMA3 | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
+            "rope_type must stand in full_attention",
+        ),
         ({"original_max_position_embeddings": 64}, "must stand inside rope_parameters alone"),
     ],
 )

@@ -11,9 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.sizing.flops import Work, forward_flops, mfu, train_flops
+from tests.support.delta_models import tiny_qwen3_5
 from tests.support.figures import bounded, relative
 from tests.support.latent_models import tiny_deepseek_v2, tiny_deepseek_v3
 from tests.support.models import (
+    tiny_gemma3,
     tiny_llama,
     tiny_mixtral,
     tiny_olmo3,
@@ -33,6 +35,7 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
     "qwen2-moe": (tiny_qwen2_moe, MIXED),
     "llama": (tiny_llama, {}),
     "olmo3": (tiny_olmo3, {}),
+    "gemma3": (tiny_gemma3, {}),
     "deepseek v2": (tiny_deepseek_v2, {"first_k_dense_replace": 3}),
     "deepseek v3": (tiny_deepseek_v3, {"first_k_dense_replace": 3}),
 }
@@ -59,6 +62,18 @@ def test_equals_what_torch_counts(name: str, tmp_path: Path):
     bounded("FLOPs, forward, against torch's counter", relative(ours, counted), 1e-4, name)
     counted += backward.get_total_flops()
     bounded("FLOPs, both passes, against torch's counter", relative(both, counted), 1e-4, name)
+
+
+def test_a_delta_net_has_a_state_instead_of_pairs(tmp_path: Path):
+    """Step by step: k S, the outer product, q S; the other products are those of its matrices."""
+    path = tiny_qwen3_5(tmp_path / "model", num_hidden_layers=4)
+    spec, work = read_model_spec(path), Work.of([(PROMPT, RESPONSE)])
+    model = AutoModelForCausalLM.from_pretrained(path)
+    matrices = sum(p.numel() for n, p in model.named_parameters() if ".layers." in n and p.ndim > 1)
+    rule = 2 * work.positions * 2 * 3 * 4 * 8 * 16
+    pairs = 2 * 2 * 4 * (32 + 32) * work.pairs
+    head = 2 * 64 * 512 * work.scored
+    assert forward_flops(spec, work) == 2 * work.positions * matrices + rule + pairs + head
 
 
 def test_work_of_samples():

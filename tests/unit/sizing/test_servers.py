@@ -11,7 +11,9 @@ from megatron_opd.sizing import servers
 from megatron_opd.sizing.parameters import model_parameters
 from megatron_opd.weight_sync.holdings import as_held, server_holdings
 from sglang_bridge.weights.formats import item_bytes
+from tests.support.delta_models import tiny_qwen3_5
 from tests.support.latent_models import tiny_deepseek_v3
+from tests.support.models import tiny_gemma3
 from tests.support.published import MODELS, spec_of
 
 GIB = 2**30
@@ -70,6 +72,32 @@ def test_a_server_keeps_latents_and_a_copy_of_what_opens_them(tmp_path: Path):
                 by_rank[rank] += part.elements * item_bytes("bfloat16")[part.kind]
         assert memory.weights == max(by_rank) + 3 * 4 * (16 + 12) * 32 * 2 // tp
         assert memory.kv_token_bytes == 3 * (32 + 8) * 2, "whole on every rank"
+
+
+def test_a_server_keeps_a_state_of_each_sequence_in_layers_without_attention(tmp_path: Path):
+    spec = read_model_spec(tiny_qwen3_5(tmp_path / "model", num_hidden_layers=4))
+    for tp in (1, 2):
+        memory = servers.server_memory(spec, server(tp=tp))
+        by_rank = [0] * tp
+        for part in server_holdings(spec, tp, 1):
+            for rank in part.ranks:
+                by_rank[rank] += part.elements * item_bytes("bfloat16")[part.kind]
+        assert memory.weights == max(by_rank)
+        assert memory.kv_token_bytes == 2 * 2 * (2 // tp) * 32 * 2, "of the layers with attention"
+        assert memory.state_bytes == 2 * (3 * 96 * 2 + 4 * 16 * 8 * 4) // tp
+    pool = servers.server_memory(spec, server())
+    room = int(79 * GIB * 0.8) - pool.weights
+    assert pool.kv_tokens == int(room / 1.9) // pool.kv_token_bytes
+
+
+def test_every_rank_keeps_a_whole_scaled_embedding(tmp_path: Path):
+    spec = read_model_spec(tiny_gemma3(tmp_path / "model"))
+    for tp in (1, 2):
+        by_rank = [0] * tp
+        for part in server_holdings(spec, tp, 1):
+            for rank in part.ranks:
+                by_rank[rank] += part.elements * 2
+        assert servers.server_memory(spec, server(tp=tp)).weights == max(by_rank)
 
 
 def test_server_shards():

@@ -17,6 +17,7 @@ OWNER = {
     "glm4_moe": "model.layers.3.mlp.experts",
     "glm4_moe_lite": "model.layers.3.mlp.experts",
     "qwen2_moe": "model.layers.3.mlp.experts",
+    "qwen3_5_moe_text": "model.layers.3.mlp.experts",
     "qwen3_moe": "model.layers.3.mlp.experts",
     "mixtral": "model.layers.3.block_sparse_moe.experts",
 }

@@ -69,7 +69,7 @@ def test_what_is_encoded_is_decoded():
         (with_slice(WHOLE, length=0), "no slice of"),
         (with_slice(WHOLE, shape=(5, 0)), "no slice of"),
         (with_slice(WHOLE, shape=()), "no slice of"),
-        (with_slice(WHOLE, shape=(5, 2, 2)), "no slice of"),
+        (with_slice(WHOLE, shape=(5, 2, 2, 2)), "no slice of"),
         (with_slice(WHOLE, form="same"), "1 arrays of a slice 'same'"),
         (with_slice(CHANGED, arrays=CHANGED.arrays[:2]), "2 arrays of a slice 'changes'"),
         (with_array(at=63), "are not inside 128 bytes"),
