@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import distributed
 
+from checks.families import DELTA_NET_NATS
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.weight_sync.holdings import server_holdings
 from megatron_opd.weight_sync.plan import ServerLayout
@@ -44,6 +45,8 @@ FAMILIES: dict[str, Callable[..., Path]] = {
     "phi 4": tiny_phi3,
     "gemma 3": tiny_gemma3,
 }
+DELTA_NETS = ("qwen3.5 moe",)
+"""Families whose draws differ from transformers' by more: the rule's chunks begin elsewhere."""
 REQUEST = requests_of(tokens=24, count=1)[0]
 Found = tuple[RolloutReply, list[WeightPiece], list[WeightPiece], RolloutReply]
 
@@ -88,6 +91,9 @@ def test_a_synced_server_is_one_that_loaded_the_same_weights(family: str, tmp_pa
     assert differing(given, load_tensors(new)) == []
     for model, reply in ((old, before), (new, after)):
         error = span_error(load_reference(model), REQUEST, reply, 0, len(reply.output_ids_T))
-        bounded("families: draws before and after shards (nats)", error, 1e-5, family)
+        name, limit = "families: draws before and after shards (nats)", 1e-5
+        if family in DELTA_NETS:
+            name, limit = f"{name}, delta nets", DELTA_NET_NATS
+        bounded(name, error, limit, family)
     other = span_error(load_reference(old), REQUEST, after, 0, len(after.output_ids_T))
     assert other > 1e-2
