@@ -256,8 +256,9 @@ def check_tensors(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: Pa
 def check_complete(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: Path) -> None:
     """Check that every tensor of the model is there with its shape, and none that would be unread.
 
-    Heads of other tasks, which no language model has, may lie beside them. ValueError names those
-    that are missing, misshapen or of no use, as files name them.
+    Heads of other tasks, which no language model has, may lie beside them, and what no text goes
+    through (checkpoint/carried.py). ValueError names those that are missing, misshapen or of no
+    use, as files name them.
     """
     wanted = files_tensors(tensors, spec)
     missing = [name for name in wanted if name not in tensors]
@@ -288,8 +289,9 @@ def check_tied(tensors: Mapping[str, StoredTensor], path: Path, *, tied: bool) -
 
 
 def unread_tensors(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> list[str]:
-    """List the tensors that nothing reads, without those that follow from config.json."""
+    """List the tensors that nothing reads or keeps, but for those that follow from config.json."""
     used = {*files_tensors(tensors, spec), *((HEAD,) if spec.tied else ())}
+    used |= {name for name in tensors if name.startswith(spec.carried)}
     return [name for name in tensors if name not in used and not name.endswith(IGNORED)]
 
 

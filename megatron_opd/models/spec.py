@@ -27,6 +27,7 @@ from megatron_opd.models.values import (
 )
 
 _QUERIES = "query_pre_attn_scalar"
+_FURTHER = "num_nextn_predict_layers"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class ModelSpec:
     None: of every row. latent: how keys and values are made of a latent; head_dim is then the size
     of a query and a key, and num_kv_heads num_heads; None: of the layer's input. delta_net: what
     delta_layers have instead of attention. query_scalar: by whose root products of queries and keys
-    are divided; None: by that of head_dim.
+    are divided; None: by that of head_dim. carried: starts of names of tensors that no text goes
+    through.
     """
 
     family: Family
@@ -78,6 +80,7 @@ class ModelSpec:
     delta_net: DeltaNet | None = None
     delta_layers: tuple[bool, ...] = ()
     query_scalar: int | None = None
+    carried: tuple[str, ...] = ()
 
     @property
     def num_ids(self) -> int:
@@ -243,7 +246,19 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         **_delta_net(config, family),
         unturned=_unturned(config, family, layers),
         query_scalar=read_count(config, _QUERIES) if _QUERIES in family.defaults else None,
+        carried=_carried(config, family, layers),
     )
+
+
+def _carried(config: dict[str, Any], family: Family, layers: int) -> tuple[str, ...]:
+    further = 0
+    if config.get(_FURTHER) is not None:
+        further = read_number(config, _FURTHER)
+    found: list[str] = []
+    for start in family.carried:
+        numbers = range(layers, layers + further) if "{next}" in start else (0,)
+        found += [start.replace("{next}", str(number)) for number in numbers]
+    return tuple(found)
 
 
 def _unturned(config: dict[str, Any], family: Family, layers: int) -> tuple[bool, ...]:

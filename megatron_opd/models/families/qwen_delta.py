@@ -50,6 +50,7 @@ QWEN3_5 = Family(
     rope_types=("default",),
     # text has one position a token, so that all three of a section are the same
     rope_keys=frozenset({"mrope_section", "mrope_interleaved"}),
+    carried=("mtp.", "model.visual."),
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,
