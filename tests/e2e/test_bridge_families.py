@@ -32,7 +32,7 @@ from tests.e2e.weight_sync import (
     shards_of,
 )
 from tests.support.carried_models import add_tensors, predicted_layer
-from tests.support.delta_models import tiny_qwen3_5_moe
+from tests.support.delta_models import published_qwen3_5, tiny_qwen3_5_moe
 from tests.support.figures import bounded
 from tests.support.models import tiny_gemma3, tiny_glm4_moe, tiny_phi3, tiny_qwen2_moe
 from tests.support.oracles import load_reference
@@ -100,3 +100,19 @@ def test_a_synced_server_is_one_that_loaded_the_same_weights(family: str, tmp_pa
         bounded("families: draws before and after shards (nats)", error, 1e-5, family)
     other = span_error(load_reference(old), REQUEST, after, 0, len(after.output_ids_T))
     assert other > 1e-2
+
+
+def test_a_published_class_is_served_as_its_language_model(tmp_path: Path):
+    """What a server holds and computes is the text model's, whatever lies beside it in the file."""
+    text = tiny_qwen3_5_moe(tmp_path / "text", seed=3)
+    path = published_qwen3_5(text, tmp_path / "published")
+
+    async def asked(url: str) -> tuple[list[WeightPiece], RolloutReply]:
+        async with Fleet([ServerClient(url, timeout_s=120)]) as fleet:
+            return (await fleet.weight_digests())[url], await fleet.generate(REQUEST)
+
+    with running(tiny_spec(path, "student"), tmp_path / "server.log") as server:
+        held, reply = asyncio.run(asked(server.spec.url))
+    assert differing(held, load_tensors(text)) == []
+    error = span_error(load_reference(text), REQUEST, reply, 0, len(reply.output_ids_T))
+    bounded("families: draws of a published class (nats)", error, 1e-5, "qwen3.5 moe")

@@ -324,6 +324,19 @@ class Family:
         return replace(family, layer=layer, qkv_bias=True, o_bias=o_bias)
 
 
+def published_form(family: Family) -> Family:
+    """Return the family as files of a class with a vision tower have it: experts are stacked."""
+    stacks = tuple(
+        Packed(stack_name(row), row.hf, experts=True) for row in family.layer if row.expert
+    )
+    return replace(family, packed=stacks)
+
+
+def stack_name(row: Row) -> str:
+    """Return what transformers calls the stack of a row of experts."""
+    return f"mlp.experts.{'gate_up_proj' if row.fusion == 'gate_up' else 'down_proj'}"
+
+
 NEXT_LAYERS = ("model.layers.{next}.",)
 """Layers of multi-token prediction as GLM and DeepSeek publish them."""
 COMMON: Mapping[str, Any] = {

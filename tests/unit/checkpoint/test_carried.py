@@ -1,26 +1,28 @@
 """Tensors that no text goes through are named, and stay byte for byte in all that is written."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
 
 from megatron_opd.checkpoint.accounting import hf_numbers, megatron_numbers
 from megatron_opd.checkpoint.carried import CARRIED
 from megatron_opd.checkpoint.crew import Crew
 from megatron_opd.checkpoint.export import export_hf
 from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, check_complete, stored_tensors
+from megatron_opd.checkpoint.hf_reader import SafetensorsSource
 from megatron_opd.checkpoint.to_hf import megatron_to_hf
 from megatron_opd.checkpoint.to_megatron import hf_to_megatron
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.inputs.weights import unread_note
 from megatron_opd.models.spec import read_model_spec
+from megatron_opd.models.tensors import expected_tensors
 from tests.support.carried_models import add_tensors, predicted_layer
-from tests.support.delta_models import tiny_qwen3_5
+from tests.support.delta_models import published_qwen3_5, tiny_qwen3_5, tiny_qwen3_5_moe
 from tests.support.latent_models import tiny_deepseek_v3
 from tests.support.models import tiny_glm4_moe, tiny_qwen3
 
@@ -51,10 +53,19 @@ def _qwen(path: Path) -> tuple[Path, Tensors]:
     return path, predicted_layer(path, "mtp.layers.0.") | tower
 
 
+def _with_images(text: Path) -> tuple[Path, Tensors]:
+    path = published_qwen3_5(text, text.with_name("published"))
+    held = load_file(path / SINGLE)
+    carried = {name: each for name, each in held.items() if name.startswith("model.visual.")}
+    return path, carried | {"mtp.fc.weight": torch.randn(64, 128).bfloat16()}
+
+
 MAKERS: dict[str, Callable[[Path], tuple[Path, Tensors]]] = {
     "glm 4.5": _glm,
     "deepseek v3": _deepseek,
     "qwen3.5": _qwen,
+    "qwen3.5, published class": lambda path: _with_images(tiny_qwen3_5(path)),
+    "qwen3.5 moe, published class": lambda path: _with_images(tiny_qwen3_5_moe(path)),
 }
 
 
@@ -65,6 +76,14 @@ def published(
     """A checkpoint in the published form, and what it holds besides the model's tensors."""
     path, tensors = MAKERS[request.param](tmp_path_factory.mktemp("published") / "model")
     return add_tensors(path, tensors), tensors
+
+
+def own_tensors(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """The model's own, as a learner yields them."""
+    spec = read_model_spec(source)
+    stored = SafetensorsSource(source, spec)
+    for name, shape in expected_tensors(spec).items():
+        yield name, stored.read(name, shape, 0, 0, shape[0])
 
 
 def held(path: Path) -> Tensors:
@@ -84,12 +103,13 @@ def require_bytes(found: Tensors, expected: Tensors) -> None:
 
 
 def require_whole(path: Path) -> None:
-    """Every tensor is in the index, and transformers loads the directory as a model."""
+    """Every tensor is in the index, and transformers loads the directory as its class."""
     stored = stored_tensors(path)
     check_complete(stored, read_model_spec(path), path)
     if (path / INDEX).exists():
         assert json.loads((path / INDEX).read_text())["weight_map"].keys() == stored.keys()
-    given = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
+    (named,) = json.loads((path / "config.json").read_text())["architectures"]
+    given = getattr(transformers, named).from_pretrained(path, output_loading_info=True)
     assert not given[1]["missing_keys"]
 
 
@@ -97,7 +117,7 @@ def require_whole(path: Path) -> None:
 def test_an_export_holds_them(limit: int, published: tuple[Path, Tensors], tmp_path: Path):
     source, carried = published
     tensors = load_file(source / SINGLE)
-    own = ((name, each + 1) for name, each in tensors.items() if name not in carried)
+    own = ((name, each + 1) for name, each in own_tensors(source))
     export_hf(own, source, tmp_path / "out", torch.bfloat16, max_file_bytes=limit)
     found = held(tmp_path / "out")
     assert found.keys() == tensors.keys()
@@ -144,9 +164,7 @@ def test_an_export_from_a_converted_source_holds_them(
 ):
     source, carried = published
     forth(source, tmp_path / "megatron")
-    tensors = load_file(source / SINGLE)
-    own = ((name, each) for name, each in tensors.items() if name not in carried)
-    export_hf(own, tmp_path / "megatron", tmp_path / "out", torch.float32)
+    export_hf(own_tensors(source), tmp_path / "megatron", tmp_path / "out", torch.float32)
     require_bytes(held(tmp_path / "out"), carried)
 
 
