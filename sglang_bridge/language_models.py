@@ -33,7 +33,9 @@ PUBLISHED = {
 """By config.json's model_type."""
 PREFIX, PUBLISHED_PREFIX = "model.", "model.language_model."
 """What names of the text class's tensors begin with, but for the head's, and the published ones."""
-_OF_BOTH = ("tie_word_embeddings", "quantization_config", "eos_token_id")
+VISION_PREFIX = "model.visual."
+OF_ALL = ("quantization_config", "eos_token_id")
+"""Keys outside text_config that are meant for the language model too, and win there."""
 
 
 def published_class(raw: Mapping[str, Any]) -> Published | None:
@@ -55,7 +57,7 @@ def published_class(raw: Mapping[str, Any]) -> Published | None:
 def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     """Return the config.json of the language model alone; `raw` itself where that is all of it.
 
-    ValueError: see published_class; or both parts name a value, and not the same.
+    ValueError: see published_class; or only one part ties the head to the embedding.
     """
     found = published_class(raw)
     if found is None:
@@ -68,7 +70,7 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
             "tie_word_embeddings must be the same in text_config and outside it, as transformers "
             "reads the one and SGLang the other"
         )
-    return {key: raw[key] for key in _OF_BOTH if key in raw} | text
+    return text | {key: raw[key] for key in OF_ALL if raw.get(key) is not None}
 
 
 def is_published(model: Path) -> bool:
@@ -81,9 +83,9 @@ def is_published(model: Path) -> bool:
 
 
 def renamed(weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the language model's tensors of a published class by the text class's names."""
+    """Yield the tensors of a published class by the text class's names, without vision towers."""
     for name, tensor in weights:
         if name.startswith(PUBLISHED_PREFIX):
             yield PREFIX + name.removeprefix(PUBLISHED_PREFIX), tensor
-        elif not name.startswith(PREFIX):
+        elif not name.startswith(VISION_PREFIX):
             yield name, tensor

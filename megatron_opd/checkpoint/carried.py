@@ -9,10 +9,12 @@ the format that config.json would have to name. A Megatron checkpoint has them i
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from math import prod
 from pathlib import Path
 
 import torch
 
+from megatron_opd.checkpoint.conversion import grouped
 from megatron_opd.checkpoint.hf_files import (
     CodedTensor,
     StoredTensor,
@@ -51,9 +53,16 @@ def layout_of(
     return {name: (_dtype(each), each.shape) for name, each in tensors.items()}
 
 
-def carried_bytes(stored: StoredTensor) -> int:
-    """Count the bytes of a tensor as `read_carried` gives it."""
-    return torch.Size(stored.shape).numel() * _dtype(stored).itemsize
+def carried_bytes(tensors: Mapping[str, StoredTensor]) -> int:
+    """Count the bytes of all of them as `read_carried` gives them."""
+    return sum(prod(shape) * dtype.itemsize for dtype, shape in layout_of(tensors).values())
+
+
+def carried_units(tensors: Mapping[str, StoredTensor], limit: int) -> list[dict[str, StoredTensor]]:
+    """Cut them into units of at most `limit` bytes, or one larger tensor."""
+    sizes = [carried_bytes({name: each}) for name, each in tensors.items()]
+    units = grouped(tensors, sizes, [0] * len(sizes), limit)
+    return [{name: tensors[name] for name in unit} for unit in units]
 
 
 def read_carried(tensors: Mapping[str, StoredTensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -13,6 +13,7 @@ import torch
 from megatron_opd.checkpoint.carried import (
     carried_bytes,
     carried_tensors,
+    carried_units,
     layout_of,
     read_carried,
 )
@@ -80,14 +81,13 @@ def megatron_to_hf(
     sizes = {key: bytes_of(spec, key, kind) for key, kind in kind_of.items()}
     where, units = places(spec), _units(spec, sizes, max_file_bytes)
     options = {"model": str(model.resolve()), "max_file_bytes": max_file_bytes}
-    plan = plan_of(source, dtype, chat_template=chat_template, end_ids=list(end_ids), **options)
-    part = PartDir(target, plan)
+    options |= {"chat_template": chat_template, "end_ids": list(end_ids)}
+    part = PartDir(target, plan_of(source, dtype, **options))
     checksums = _read_checksums(source)
     carried = carried_tensors(source, spec) or carried_tensors(model, spec)
-    carried_sizes = {name: carried_bytes(each) for name, each in carried.items()}
-    further = list(grouped(carried, carried_sizes.values(), [0] * len(carried), max_file_bytes))
+    further = carried_units(carried, max_file_bytes)
     unit_sizes = [sum(sizes[key] for key in unit) for unit in units]
-    unit_sizes += [sum(carried_sizes[name] for name in unit) for unit in further]
+    unit_sizes += [carried_bytes(unit) for unit in further]
 
     def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
         if name in checksums:
@@ -96,7 +96,7 @@ def megatron_to_hf(
 
     def of_unit(unit: int) -> tuple[Layout, Iterator[tuple[str, torch.Tensor]]]:
         if unit >= len(units):
-            held = {name: carried[name] for name in further[unit - len(units)]}
+            held = further[unit - len(units)]
             return layout_of(held), ((n, checked(n, each)) for n, each in read_carried(held))
         kinds = {name: kind_of[key] for key in units[unit] for name in hf_shapes(spec, key)}
         wanted = {name: where[name] for name in kinds}
@@ -116,10 +116,7 @@ def megatron_to_hf(
 
     def complete(records: list[Record]) -> None:
         if len(records) > 1:
-            weight_map = {name: r["file"] for r in records for name in r["tensors"]}
-            listing = {"metadata": {"total_size": sum(unit_sizes)}, "weight_map": weight_map}
-            text = json.dumps(listing, indent=2) + "\n"
-            (part.path / INDEX).write_text(text, encoding="utf-8")
+            _write_index(part.path, records, sum(unit_sizes))
         kinds = set(kind_of.values())
         copy_description(model, part.path, kinds.pop() if len(kinds) == 1 else dtype)
         if chat_template is not None:
@@ -134,6 +131,12 @@ def megatron_to_hf(
     stated = stored.heads_stated or (source / CONFIG).is_file()
     notes = () if stated else (f"{source} {HEADS_UNSTATED} {model / CONFIG}",)
     return replace(report, padding_rows=stored.padding_rows, notes=notes)
+
+
+def _write_index(path: Path, records: list[Record], total: int) -> None:
+    weight_map = {name: r["file"] for r in records for name in r["tensors"]}
+    listing = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / INDEX).write_text(json.dumps(listing, indent=2) + "\n", encoding="utf-8")
 
 
 def _units(spec: ModelSpec, sizes: Mapping[Key, int], limit: int) -> list[tuple[Key, ...]]:

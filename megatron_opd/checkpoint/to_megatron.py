@@ -107,7 +107,7 @@ def hf_to_megatron(
 
     unit_sizes = [sum(sizes[key] for key in unit) for unit in units]
     if carried:
-        unit_sizes.append(sum(map(carried_bytes, carried.values())))
+        unit_sizes.append(carried_bytes(carried))
     return run(ConversionJob(part, tuple(unit_sizes), write, complete, read_back), crew)
 
 

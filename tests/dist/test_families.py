@@ -17,7 +17,7 @@ from megatron_opd.config.learner import ParallelConfig
 from tests.dist import family_jobs, jobs, state_jobs
 from tests.dist.caches import make_batch
 from tests.dist.worlds import run_world
-from tests.support.delta_models import tiny_qwen3_5, tiny_qwen3_5_moe
+from tests.support.delta_models import published_qwen3_5_moe, tiny_qwen3_5
 from tests.support.figures import bounded, relative
 from tests.support.latent_models import (
     tiny_deepseek_v2,
@@ -76,7 +76,7 @@ MAKERS: dict[str, Any] = {
         ODD | {"mlp_only_layers": [0], "rope_parameters": YARN_ROPE},
     ),
     "qwen3.5": (tiny_qwen3_5, ODD),
-    "qwen3.5 moe": (tiny_qwen3_5_moe, {}),
+    "qwen3.5 moe": (published_qwen3_5_moe, {}),
     "qwen3.5 tied": (tiny_qwen3_5, TIED | ONE_KEY),
     "smollm3": (tiny_smollm3, ODD | TIED),
     "four layers": (tiny_qwen3_moe, TIED | {"mlp_only_layers": [1], "num_hidden_layers": 4}),

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
-from sglang_bridge.language_models import PUBLISHED
+from sglang_bridge.language_models import OF_ALL, PUBLISHED
 
 
 def around_parse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -21,7 +21,7 @@ def around_parse(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any
         return config
     text = copy.deepcopy(config.text_config)
     text.architectures, text._name_or_path = [found.text_class], config._name_or_path
-    for key in ("quantization_config", "eos_token_id", "dtype"):
-        if getattr(text, key, None) is None and getattr(config, key, None) is not None:
+    for key in OF_ALL:
+        if getattr(config, key, None) is not None:
             setattr(text, key, getattr(config, key))
     return text
