@@ -9,6 +9,7 @@ import pytest
 from megatron_opd.config.defaults import has_experts
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.model_facts import read_model, read_served
+from megatron_opd.inputs.tokenizers import default_end
 from megatron_opd.inputs.weights import check_weights
 from sglang_bridge.language_models import renamed
 from tests.support.delta_models import (
@@ -31,6 +32,7 @@ def test_a_student_and_a_teacher_are_the_text_models(tmp_path: Path):
         assert teacher.architecture == plain.architecture
         assert teacher.size.num_experts == found.spec.num_experts
         assert has_experts(path) == (name == "moe")
+        assert default_end(path) == default_end(text) == 1
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
