@@ -55,7 +55,7 @@ FAMILIES: dict[str, Callable[..., Path]] = {
     "phi 4": tiny_phi3,
     "gemma 3": tiny_gemma3,
 }
-DELTA_NETS = ("qwen3.5 moe",)
+DELTA_NETS = ("qwen3.5 moe, published class",)
 """Families whose draws differ from transformers' by more: the rule's chunks begin elsewhere."""
 REQUEST = requests_of(tokens=24, count=1)[0]
 Found = tuple[RolloutReply, list[WeightPiece], list[WeightPiece], RolloutReply]
