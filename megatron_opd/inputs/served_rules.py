@@ -139,6 +139,20 @@ MEASURED |= {
         shared=True,
     ),
 }
+MEASURED |= {
+    "GptOssForCausalLM": ServedArchitecture(
+        "gpt_oss",
+        "gpt-oss",
+        ("yarn",),  # which transformers takes for a config.json that names none
+        "served",
+        {
+            **_UNTIED,
+            "attention_bias": (None, True),
+            "swiglu_alpha": (None, 1.702),
+            "hidden_act_alpha": (None, 1.702),
+        },
+    ),
+}
 
 FIXED: Mapping[str, tuple[Any, ...]] = {
     "hidden_act": (None, "silu"),

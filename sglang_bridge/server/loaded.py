@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_bridge.errors import one_line, some
 from sglang_bridge.server import pieces
-from sglang_bridge.server.compat import gemma, ranks
+from sglang_bridge.server.compat import gemma, ranks, sinks
 from sglang_bridge.server.plain_weights import format_to_undo
 from sglang_bridge.server.spec import MODEL_KEY_VARIABLE, REFUSED
 from sglang_bridge.weights.dequantise import dequantised
@@ -100,6 +100,8 @@ def around_load_weights(
     undone = format_to_undo(Path(ranks.model_path()), cuda=torch.cuda.is_available())
     if undone is not None:
         weights = dequantised(weights, undone)
+    if not torch.cuda.is_available():
+        sinks.keep_exact(model)
     defaults = poison(model)
     reads = Reads()
     failed: list[str] = []

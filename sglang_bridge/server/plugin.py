@@ -29,7 +29,16 @@ from sglang_bridge.server import (
     torch_kernels,
     validate,
 )
-from sglang_bridge.server.compat import batches, delta_net, hooks, mla, ranks, rotary, startup
+from sglang_bridge.server.compat import (
+    batches,
+    delta_net,
+    hooks,
+    mla,
+    ranks,
+    rotary,
+    sinks,
+    startup,
+)
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.sampling import dropped
 from sglang_bridge.server.spec import (
@@ -83,6 +92,7 @@ def register() -> None:
     if not torch.cuda.is_available():
         hooks.hook(hooks.ROPE_ON_CPU, mla.around_rope, "around")
         ranks.allow_deterministic_attention("torch_native")
+        sinks.register()
         torch_kernels.register()
 
 
