@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 MODEL_TYPE = "gpt_oss"
+PARAMETER = "sinks"
+"""Of an attention: one number for each of this rank's heads."""
 BACKEND = "triton"
 ARGUMENTS = {"--attention-backend": BACKEND}
 FLAGS = ("--disable-hybrid-swa-memory",)
@@ -47,7 +49,7 @@ def register() -> None:
 def keep_exact(model: torch.nn.Module) -> None:
     """Hold sinks in the model's dtype, where SGLang has bfloat16; call before they are loaded."""
     for module in model.modules():
-        sinks = getattr(module, "sinks", None)
+        sinks = getattr(module, PARAMETER, None)
         if isinstance(sinks, torch.nn.Parameter):
             exact = sinks.data.to(module.qkv_proj.weight.dtype)  # type: ignore[union-attr]
             module.sinks = torch.nn.Parameter(exact, requires_grad=False)
