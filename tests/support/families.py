@@ -321,6 +321,7 @@ SERVED: Mapping[str, TinyFamily] = {
     "Gemma 3 text": GEMMA3,
     "Gemma 3 text, default": GEMMA3.saying(rope_scaling=None),
     "gpt-oss": GPT_OSS,
+    "gpt-oss, truncated yarn": GPT_OSS.with_fields(**rope(**YARN)),
 }
 """What SGLang serves rightly, by what it is called."""
 
@@ -384,6 +385,7 @@ MISSERVED: Mapping[str, tuple[TinyFamily, str]] = {
         GRANITE.with_fields(attention_bias=True),
         "attention_bias must be",
     ),
+    "gpt-oss, swiglu_alpha": (GPT_OSS.with_fields(swiglu_alpha=1.0), "swiglu_alpha must be"),
 }
 """What SGLang serves wrongly, most of it without a word, and what refuses it."""
 
