@@ -32,9 +32,9 @@ def local_experts_only(
         token, slot = (expert_TK == expert).nonzero(as_tuple=True)
         if len(token) == 0:
             continue
-        each_13, each_2 = (None if bias is None else bias[expert] for bias in (bias_13, bias_2))
-        inner = functional.linear(x_TH[token], layer.w13_weight[expert], each_13)
-        y = functional.linear(gated(inner, alpha, limit), layer.w2_weight[expert], each_2)
+        inner = _plus(functional.linear(x_TH[token], layer.w13_weight[expert]), bias_13, expert)
+        y = functional.linear(gated(inner, alpha, limit), layer.w2_weight[expert])
+        y = _plus(y, bias_2, expert)
         out_TH.index_add_(0, token, (y * weight_TK[token, slot, None]).to(x_TH.dtype))
     return out_TH
 
@@ -49,3 +49,8 @@ def gated(inner_TF: torch.Tensor, alpha: float | None, limit: float | None) -> t
         return functional.silu(gate) * up
     gate, up = inner_TF[..., ::2].clamp(max=limit), inner_TF[..., 1::2].clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
+
+
+def _plus(x_TF: torch.Tensor, bias: torch.Tensor | None, expert: int) -> torch.Tensor:
+    """Adds an expert's bias, float32 whatever the model's number format."""
+    return x_TF if bias is None else (x_TF + bias[expert]).to(x_TF.dtype)

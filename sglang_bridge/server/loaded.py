@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_bridge.errors import one_line, some
 from sglang_bridge.server import pieces
-from sglang_bridge.server.compat import gemma, ranks, sinks
+from sglang_bridge.server.compat import gemma, gpt_oss, ranks, sinks
 from sglang_bridge.server.plain_weights import format_to_undo
 from sglang_bridge.server.spec import MODEL_KEY_VARIABLE, REFUSED
 from sglang_bridge.weights.dequantise import dequantised
@@ -74,9 +74,10 @@ class Incomplete(RuntimeError):
 
 
 def around_load_model(original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keeps whether the model that is loaded now only drafts for another; mends its scales."""
+    """Keeps whether the model that is loaded now only drafts for another; mends what it reads."""
     global _is_draft
     _is_draft = bool(kwargs["model_config"].is_draft_model)
+    gpt_oss.use_dtype(kwargs["model_config"])
     try:
         model = original(loader, *args, **kwargs)
     finally:
@@ -107,7 +108,8 @@ def around_load_weights(
     failed: list[str] = []
     try:
         with reads, reads.in_threads():
-            original(model, reads.watched(weights), *args, **kwargs)
+            own = gpt_oss.own_experts(model, reads.watched(weights))
+            original(model, own, *args, **kwargs)
     except Exception as error:
         logger.exception("the checkpoint cannot be loaded")
         failed = [one_line(f"{type(error).__name__}: {error}", 200)]
