@@ -83,6 +83,7 @@ def around_load_model(original: Callable[..., Any], loader: Any, *args: Any, **k
     finally:
         _is_draft = False
     gemma.round_scales(model)
+    gpt_oss.take_single_experts(model)
     return model
 
 

@@ -1,17 +1,22 @@
-"""Lets SGLang load gpt-oss in the server's number format, and split its experts over ranks.
+"""Lets SGLang load gpt-oss in the server's number format, over ranks, and expert by expert.
 
-This SGLang makes some layers in the format that config.json names, whatever the server's; and it
-gives ranks that hold some experts the tensors of all, so that neither server gets ready.
+This SGLang makes some layers in the format that config.json names, whatever the server's, and gives
+ranks that hold some experts the tensors of all: neither server gets ready. Tensors of one expert,
+as a broadcast brings them, it drops without a word.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from sglang_bridge.server.pieces import by_name, pieces
+
 MODEL = "GptOssForCausalLM"
+_ONE_EXPERT = re.compile(r"\.experts\.[0-9]+\.")
 
 
 def use_dtype(config: Any) -> None:
@@ -35,3 +40,21 @@ def own_experts(
         if layer is not None and count is not None:
             tensor = tensor.narrow(0, layer.moe_ep_rank * count, count)
         yield name, tensor
+
+
+def take_single_experts(model: Any) -> None:
+    """Let a model's load_weights know tensors of one expert too; call once it is loaded."""
+    if type(model).__name__ != MODEL:
+        return
+    load: Callable[[Any], Any] = model.load_weights
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+        every, others = by_name(pieces(model)), list[tuple[str, torch.Tensor]]()
+        for name, tensor in weights:
+            if not _ONE_EXPERT.search(name):
+                others.append((name, tensor))
+            elif (piece := every.get(name)) is not None:  # another rank's otherwise
+                piece.view.copy_(tensor.narrow(piece.dim, piece.start, piece.length))
+        return load(others, *args, **kwargs)
+
+    model.load_weights = load_weights

@@ -19,7 +19,7 @@ import torch
 
 MODEL_TYPE = "gpt_oss"
 PARAMETER = "sinks"
-"""Of an attention: one number for each of this rank's heads."""
+"""A parameter of attention: one number for each of this rank's heads."""
 BACKEND = "triton"
 ARGUMENTS = {"--attention-backend": BACKEND}
 FLAGS = ("--disable-hybrid-swa-memory",)

@@ -225,7 +225,7 @@ def test_how_sglang_cannot_serve_a_family(
     refused(capsys, call(tmp_path, config, verb="check"), *words)
 
 
-def test_experts_with_biases_are_served_unquantised(tmp_path: Path, config: dict[str, Any], capsys):
+def test_experts_with_biases_are_served_as_they_are(tmp_path: Path, config: dict[str, Any], capsys):
     config["teacher"] |= {"model": str(tiny_gpt_oss(tmp_path / "model"))}
     capsys.readouterr()
     assert call(tmp_path, config, verb="check") == 0

@@ -1,12 +1,15 @@
 """What gpt-oss needs that SGLang does not do: the server's number format, a rank's own experts."""
 
 import inspect
+from collections.abc import Iterable
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from sglang_bridge.server.compat import gpt_oss
 from sglang_bridge.server.entry import offer_standins
+from sglang_bridge.server.pieces import Piece
 
 offer_standins()
 
@@ -48,3 +51,25 @@ def test_a_rank_gets_its_own_experts():
     assert own["router.bias"] is held["router.bias"]
     model.quant_config = object()
     assert dict(gpt_oss.own_experts(model, held.items())) == held, "which SGLang cuts itself"
+
+
+def test_tensors_of_one_expert_are_taken_too(monkeypatch: pytest.MonkeyPatch):
+    """A rank's part of its own, which SGLang drops; the others go to SGLang."""
+    given: list[str] = []
+
+    class Model(torch.nn.Module):
+        def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+            given.extend(name for name, _ in weights)
+
+    Model.__name__ = gpt_oss.MODEL
+    own, view = "mlp.experts.2.gate_proj.weight", torch.zeros(4, 3)
+    monkeypatch.setattr(gpt_oss, "pieces", lambda model: [Piece(own, 0, 2, 2, view[0::2])])
+    model = Model()
+    gpt_oss.take_single_experts(model)
+    whole = torch.arange(12.0).view(4, 3)
+    others = ("mlp.router.weight", "mlp.experts.gate_up_proj")
+    sent = {own: whole, "mlp.experts.3.gate_proj.weight": whole, **dict.fromkeys(others, whole)}
+    model.load_weights(iter(sent.items()))
+    assert given == [*others]
+    assert torch.equal(view[0::2], whole[2:])
+    assert not view[1::2].any()
