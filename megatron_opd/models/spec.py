@@ -27,6 +27,7 @@ from megatron_opd.models.values import (
 )
 
 _QUERIES = "query_pre_attn_scalar"
+_LIMIT = "swiglu_limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,8 @@ class ModelSpec:
     None: of every row. latent: how keys and values are made of a latent; head_dim is then the size
     of a query and a key, and num_kv_heads num_heads; None: of the layer's input. delta_net: what
     delta_layers have instead of attention. query_scalar: by whose root products of queries and keys
-    are divided; None: by that of head_dim.
+    are divided; None: by that of head_dim. gate_limit: where gates and ups of experts are cut off,
+    of which then (up + 1) gate sigmoid(1.702 gate) is made; None: see Family.gelu.
     """
 
     family: Family
@@ -78,6 +80,7 @@ class ModelSpec:
     delta_net: DeltaNet | None = None
     delta_layers: tuple[bool, ...] = ()
     query_scalar: int | None = None
+    gate_limit: float | None = None
 
     @property
     def num_ids(self) -> int:
@@ -243,7 +246,12 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         **_delta_net(config, family),
         unturned=_unturned(config, family, layers),
         query_scalar=read_count(config, _QUERIES) if _QUERIES in family.defaults else None,
+        gate_limit=_gate_limit(config, family),
     )
+
+
+def _gate_limit(config: dict[str, Any], family: Family) -> float | None:
+    return read_positive(config, _LIMIT, whole=False) if _LIMIT in family.defaults else None
 
 
 def _unturned(config: dict[str, Any], family: Family, layers: int) -> tuple[bool, ...]:
