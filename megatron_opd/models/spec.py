@@ -153,6 +153,11 @@ class ModelSpec:
                     f"learner.parallel.{key} must divide the model's {what}, "
                     f"got {key}={degree} and {count} {what}"
                 )
+        if self.family.expert_biases and parallel.expert_tp > 1:
+            raise ValueError(
+                "learner.parallel.etp must be 1 for experts with biases, which Megatron-Core "
+                f"0.19.2 adds once for each rank that shares one, got {parallel.expert_tp}"
+            )
         tp, heads = parallel.tp, self.num_kv_heads
         if max(tp, heads) % min(tp, heads):
             raise ValueError(

@@ -86,10 +86,13 @@ MEANT: dict[str, Any] = {
 }
 SPARSE = ("mixtral", "glm 4.5", "gpt-oss", "deepseek v3", "qwen2 moe", "qwen3 moe", "qwen3.5 moe")
 CONVERTED = (ParallelConfig(), ParallelConfig(tp=2, pp=2))  # cut for one layout, loaded at all
+SHARED = tuple(name for name in MAKERS if name != "gpt-oss")
+"""Models of which ranks may share an expert, as they do in an expert-parallel group of one."""
 LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
     "tp1": (1, {}, tuple(MAKERS)),
     "pp2vpp2": (2, {"pp": 2, "vpp": 2}, ("four layers",)),
-    "tp2": (2, {"tp": 2}, tuple(MAKERS)),
+    "tp2": (2, {"tp": 2}, SHARED),
+    "tp2etp1": (2, {"tp": 2, "etp": 1}, ("gpt-oss",)),
     "pp2": (2, {"pp": 2}, tuple(MAKERS)),
     "ep2": (2, {"dp": 2, "ep": 2}, SPARSE),
     "tp2ep2": (4, {"tp": 2, "dp": 2, "ep": 2}, SPARSE),
