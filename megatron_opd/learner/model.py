@@ -305,6 +305,10 @@ def _chunk(
     hide_padded_ids(model, spec.num_ids)
     sort_choices(model)
     model.to(world.device, config.params_dtype)
+    for parameter in model.parameters():
+        # Megatron would add up the gradients of different experts' biases over ranks
+        if not getattr(parameter, "allreduce", True):
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
     for name, held in model.named_buffers():
         if name.endswith(EXPERT_BIAS):
             held.data = held.data.float()
