@@ -2,7 +2,7 @@
 
 One for each kind of part: shared experts with a gate; gated delta nets; routers with sigmoids and a
 bias, and first layers without experts; files that hold fused what servers and syncs name apart;
-embeddings that are scaled and never split.
+embeddings that are scaled and never split; sinks, and experts whose rows take turns.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ from tests.e2e.weight_sync import (
 )
 from tests.support.delta_models import tiny_qwen3_5_moe
 from tests.support.figures import bounded
-from tests.support.models import tiny_gemma3, tiny_glm4_moe, tiny_phi3, tiny_qwen2_moe
+from tests.support.models import tiny_gemma3, tiny_glm4_moe, tiny_gpt_oss, tiny_phi3, tiny_qwen2_moe
 from tests.support.oracles import load_reference
 
 pytestmark = pytest.mark.e2e
@@ -33,6 +33,7 @@ FAMILIES: dict[str, Callable[..., Path]] = {
     "glm 4.5": tiny_glm4_moe,
     "phi 4": tiny_phi3,
     "gemma 3": tiny_gemma3,
+    "gpt-oss": tiny_gpt_oss,
 }
 REQUEST = requests_of(tokens=24, count=1)[0]
 

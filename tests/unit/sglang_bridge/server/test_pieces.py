@@ -14,6 +14,7 @@ from sglang_bridge.server import pieces
 OWNER = {
     "deepseek_v2": "model.layers.3.mlp.experts",
     "deepseek_v3": "model.layers.3.mlp.experts",
+    "gpt_oss": "model.layers.3.mlp.experts",
     "glm4_moe": "model.layers.3.mlp.experts",
     "glm4_moe_lite": "model.layers.3.mlp.experts",
     "qwen2_moe": "model.layers.3.mlp.experts",
@@ -24,8 +25,9 @@ OWNER = {
 
 
 def expert_names(family: Family, expert: int) -> list[str]:
-    """Gate, up and down of an expert of layer 3, by the learner's table."""
-    rows = [i for i, row in enumerate(family.layer) if row.expert]
+    """Gate, up and down of an expert of layer 3, by the learner's table; without biases."""
+    matrices = [row.expert and row.hf[0].endswith(".weight") for row in family.layer]
+    rows = [i for i, matrix in enumerate(matrices) if matrix]
     return [name for row in rows for name in hf_names(family, Key(3, row, expert))]
 
 
