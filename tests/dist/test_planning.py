@@ -178,7 +178,7 @@ def test_saved_tensors_are_those_of_the_formula(case):
                 tokens = rank["tokens"] * parallel.tp
                 shapes = Shapes(spec, parallel, tokens, BYTES[config.dtype], "local")
                 planned += kept_bytes(shapes, layer, Settings.of(config))
-                if spec.is_windowed(layer):  # the local attention keeps a mask [S, S]
+                if spec.is_windowed(layer) or spec.family.sinks:  # local attention keeps a mask
                     planned += tokens**2 * BYTES[config.dtype]
             real = sum(r["saved_by_layer"][place] / r["passes"][place] for r in mine)
             if parallel.cp > 1:
