@@ -107,6 +107,7 @@ class GatedMLP(MLP):
         both, bias = first(rows_RH)
         gate, up = (both + bias).chunk(2, dim=-1)
         limit = config.activation_func_clamp_value
+        assert limit is not None
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         inner = config.activation_func(gate) * (up + config.glu_linear_offset)
         out, bias = second((inner * scale_R[:, None]).to(inner.dtype))

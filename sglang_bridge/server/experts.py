@@ -47,6 +47,7 @@ def gated(inner_TF: torch.Tensor, alpha: float | None, limit: float | None) -> t
     if alpha is None:
         gate, up = inner_TF.chunk(2, dim=-1)
         return functional.silu(gate) * up
+    assert limit is not None
     gate, up = inner_TF[..., ::2].clamp(max=limit), inner_TF[..., 1::2].clamp(-limit, limit)
     return gate * torch.sigmoid(alpha * gate) * (up + 1)
 

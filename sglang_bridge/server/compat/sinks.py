@@ -109,7 +109,9 @@ def attention_class() -> type:
             sinks: torch.Tensor,
         ) -> torch.Tensor:
             """Return [tokens, H d]."""
-            pool, table = self.token_to_kv_pool, self.req_to_token_pool.req_to_token
+            pool: Any = self.token_to_kv_pool
+            requests: Any = self.req_to_token_pool
+            table = requests.req_to_token
             if save_kv_cache:
                 pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
             held = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
