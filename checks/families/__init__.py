@@ -46,6 +46,8 @@ DELTA_NET_NATS = 1e-4
 rounds in float32 what exponentials of sums of decays make large."""
 TELLS = 4.0
 """How much more than a family's error each changed tensor must show."""
+NAMES = (*SERVED, *MISSERVED)
+"""What may be measured anew by itself."""
 RECORD = "benchmarks/results/families.json"
 UNREAD = "which nothing reads"
 
@@ -53,7 +55,7 @@ UNREAD = "which nothing reads"
 def measure(options: Sequence[str] = ()) -> dict[str, Any]:
     """Every family's figures; with --only NAME... those, beside the record's of the others."""
     parser = argparse.ArgumentParser(prog="python -m checks families")
-    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[*SERVED], default=[])
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=NAMES, default=[])
     only = parser.parse_args(options).only
     if only:
         return added(only)
@@ -85,22 +87,35 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def added(names: Sequence[str]) -> dict[str, Any]:
-    """The record, with rows of `served` measured anew or first."""
+    """The record, with rows of `served` and `misserved` measured anew or first."""
     record: dict[str, Any] = json.loads((ROOT / RECORD).read_text(encoding="utf-8"))
     torch.set_num_threads(1)
     below = preload(server_env(ServerSpec(model_path="", role="student", port=1)))
     try:
         with tempfile.TemporaryDirectory() as scratch:
-            found = [measured_served(name, SERVED[name], Path(scratch)) for name in names]
+            base = Path(scratch)
+            found = [measured_served(name, SERVED[name], base) for name in names if name in SERVED]
+            wrong = [
+                measured_misserved(name, *MISSERVED[name], base)
+                for name in names
+                if name in MISSERVED
+            ]
     finally:
         below.close()
     rows = {row["name"]: row for row in [*record["served"], *found]}
+    wrongs = {row["name"]: row for row in [*record["misserved"], *wrong]}
     now = header("checks", "families", ["--only", *names])
     later = [*record.get("later", []), {key: now[key] for key in ("command", "commit")}]
-    failed = [f"{row['name']}: {row['failed']}" for row in found if row["failed"]]
+    failed = [f"{row['name']}: {row['failed']}" for row in [*found, *wrong] if row["failed"]]
     served = [rows[name] for name in SERVED if name in rows]
-    largest = max(row["nats"] for row in served)
-    return {**record, "later": later, "served": served, "largest_nats": largest, "failed": failed}
+    return {
+        **record,
+        "later": later,
+        "served": served,
+        "misserved": [wrongs[name] for name in MISSERVED if name in wrongs],
+        "largest_nats": max(row["nats"] for row in served),
+        "failed": failed,
+    }
 
 
 def measured_served(name: str, family: TinyFamily, base: Path) -> dict[str, Any]:

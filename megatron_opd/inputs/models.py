@@ -26,6 +26,7 @@ from megatron_opd.inputs.model_facts import (
     read_teacher,
 )
 from megatron_opd.inputs.same_tokenizer import check_tokenizer, further_tokens
+from megatron_opd.inputs.served_rules import MEASURED
 from megatron_opd.inputs.tokenizers import default_end, has_tokenizer, load_tokenizer
 from megatron_opd.inputs.weights import check_weights, has_weights, served_tensors
 from megatron_opd.models.families.table import FAMILIES
@@ -331,6 +332,12 @@ def check_sharding(config: Config, models: RunModels) -> None:
             raise UserError(
                 f"{key}.quantization must be null in a model with gated delta nets, of which no "
                 f"test here has run a quantised server, got {section.quantization}"
+            )
+        row = MEASURED.get(facts.architecture)
+        if row is not None and row.expert_biases and section.quantization is not None:
+            raise UserError(
+                f"{key}.quantization must be null in a {row.published} model, of whose experts' "
+                f"biases a quantised server knows nothing, got {section.quantization}"
             )
         if max(section.tp, heads) % min(section.tp, heads):
             raise UserError(

@@ -31,7 +31,8 @@ class ServedArchitecture:
     rotary positions. window: none, as transformers has none either; ignored by SGLang, switched:
     the same where use_sliding_window is true. fixed: further keys at which both sides agree at
     these values alone (None stands for null and for an absent key). partial: both rotate a part of
-    a head. shared: both read how large the shared expert is.
+    a head. shared: both read how large the shared expert is. expert_biases: experts have
+    some, which no quantised server knows.
     """
 
     model_type: str
@@ -41,6 +42,7 @@ class ServedArchitecture:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
     partial: bool = False
     shared: bool = False
+    expert_biases: bool = False
 
 
 _ROPES = ("default", "linear", "llama3", "yarn")
@@ -137,6 +139,21 @@ MEASURED |= {
         fixed={**_UNTIED, **_GATED},
         partial=True,
         shared=True,
+    ),
+}
+MEASURED |= {
+    "GptOssForCausalLM": ServedArchitecture(
+        "gpt_oss",
+        "gpt-oss",
+        ("yarn",),  # which transformers takes for a config.json that names none
+        "served",
+        {
+            **_UNTIED,
+            "attention_bias": (None, True),
+            "swiglu_alpha": (None, 1.702),
+            "hidden_act_alpha": (None, 1.702),
+        },
+        expert_biases=True,
     ),
 }
 

@@ -19,10 +19,14 @@ import torch.nn.functional as F
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import (
+    is_layer_window_attention,
+    make_sharded_tensors_for_checkpoint,
+)
 
 from megatron_opd.learner.context_parallel import packed_order, share_of, whole_sequence
 from megatron_opd.losses.host import sent
@@ -201,10 +205,13 @@ def rotary_frequencies(rope: Rope, head_dim: int, device: torch.device) -> torch
 class PackedAttention(MegatronModule):
     """Computes causal attention inside each segment, with grouped queries and no dropout.
 
-    window: positions that a query sees, its own included; None: all before it.
+    window: positions that a query sees, its own included; None: all before it. softmax_offset: the
+    sink of each of this rank's heads, over whose exponential each softmax sums too; None: it has
+    none.
     """
 
     window: int | None = None
+    softmax_offset: torch.nn.Parameter | None
 
     def __init__(
         self,
@@ -220,6 +227,20 @@ class PackedAttention(MegatronModule):
         before, layers = config.window_size, config.window_attn_skip_freq
         if before is not None and is_layer_window_attention(before, layers or [], layer_number):
             self.window = before[0] + 1
+        self.register_parameter("softmax_offset", None)
+        if config.softmax_type == "learnable":
+            heads = (config.num_attention_heads or 1) // config.tensor_model_parallel_size
+            self.softmax_offset = torch.nn.Parameter(torch.zeros(heads))
+            set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
+
+    def sharded_state_dict(
+        self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
+    ) -> dict[str, Any]:
+        """Return the sinks, which ranks hold by head."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(
+            state, prefix, {"softmax_offset": 0}, sharded_offsets
+        )
 
     def forward(
         self,
@@ -286,6 +307,8 @@ class PackedAttention(MegatronModule):
             if window is not None:
                 mask &= key_L > last_BL[..., None] - window
             mask = mask[:, None]
+        if self.softmax_offset is not None:
+            q, k, v, mask = _with_sinks(q, k, v, mask, self.softmax_offset / self.scale)
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             k.transpose(1, 2),
@@ -295,7 +318,27 @@ class PackedAttention(MegatronModule):
             scale=self.scale,
             enable_gqa=q.shape[2] != k.shape[2],
         )
-        return out.transpose(1, 2)
+        return out.transpose(1, 2)[..., : out.shape[-1] - (self.softmax_offset is not None)]
+
+
+def _with_sinks(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks_h: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return queries, keys, values and mask of attention that has sinks, by one that has none.
+
+    A further feature is a query's sink, over the scale; keys have zeros there, but for a further
+    key of ones there and zeros elsewhere, which every query sees. Its value is zero.
+    """
+    if mask is None:
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    q = torch.cat([q, sinks_h[:, None].to(q.dtype).expand(*q.shape[:-1], 1)], -1)
+    k, v = F.pad(k, (0, 1, 0, 0, 0, 1)), F.pad(v, (0, 1, 0, 0, 0, 1))
+    k[:, -1, :, -1] = 1
+    return q, k, v, F.pad(mask, (0, 1), value=True)
 
 
 def local_layer(num_experts: int | None, qk_norm: bool) -> ModuleSpec:

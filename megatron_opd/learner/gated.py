@@ -9,7 +9,7 @@ for bit but for the sign of a zero. Gates of GELU by its tanh formula are comput
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -88,12 +88,30 @@ class GatedMLP(MLP):
         self, hidden_states: torch.Tensor, per_token_scale: Any = None, **named: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Map [s, b, h] to [s, b, h]; the second is the bias, None here."""
+        if per_token_scale is not None and self.config.add_bias_linear:
+            return self._scaled(hidden_states, per_token_scale), None
         if per_token_scale is not None or not is_plain_swiglu(self.config):
             return super().forward(hidden_states, per_token_scale, **named)
         first: Any = self.linear_fc1
         second: Any = self.linear_fc2
         both, _ = first(hidden_states)
         return second(swiglu(both, self.config.activation_func))
+
+    def _scaled(self, rows_RH: torch.Tensor, scale_R: torch.Tensor) -> torch.Tensor:
+        """Return what an expert with biases makes of its rows, times the weight of each.
+
+        Megatron adds the last bias in place, which autograd refuses where one rank has the whole
+        expert.
+        """
+        config, first, second = self.config, cast(Any, self.linear_fc1), cast(Any, self.linear_fc2)
+        both, bias = first(rows_RH)
+        gate, up = (both + bias).chunk(2, dim=-1)
+        limit = config.activation_func_clamp_value
+        assert limit is not None
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        inner = config.activation_func(gate) * (up + config.glu_linear_offset)
+        out, bias = second((inner * scale_R[:, None]).to(inner.dtype))
+        return out + (bias * scale_R[:, None]).to(out.dtype)
 
 
 class GatedSharedExperts(SharedExpertMLP, GatedMLP):

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel import layers as parallel_layers
@@ -192,7 +193,8 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "add_qkv_bias": spec.family.qkv_bias,
         "gated_linear_unit": True,
         "activation_func": gelu if spec.family.gelu else F.silu,
-        "add_bias_linear": False,
+        "add_bias_linear": spec.family.expert_biases,
+        "softmax_type": "learnable" if spec.family.sinks else "vanilla",
         "rotary_interleaved": spec.rope.interleaved,
         "softmax_scale": softmax_scale(spec, spec.rope),
         "window_size": None if spec.window is None else (spec.window - 1, 0),
@@ -201,6 +203,12 @@ def _architecture(spec: ModelSpec) -> dict[str, Any]:
         "layernorm_zero_centered_gamma": spec.family.zero_centred_norms,
         "attention_output_gate": spec.family.output_gate,
     }
+    if spec.gate_limit is not None:
+        found |= {
+            "activation_func": quick_gelu,
+            "glu_linear_offset": 1.0,
+            "activation_func_clamp_value": spec.gate_limit,
+        }
     if spec.delta_net is not None:
         found |= delta_net_fields(spec.delta_net)
     return found if spec.latent is None else found | latent_fields(spec.latent, spec.rope)
@@ -297,6 +305,10 @@ def _chunk(
     hide_padded_ids(model, spec.num_ids)
     sort_choices(model)
     model.to(world.device, config.params_dtype)
+    for parameter in model.parameters():
+        # Megatron would add up the gradients of different experts' biases over ranks
+        if not getattr(parameter, "allreduce", True):
+            parameter.sequence_parallel = False  # type: ignore[attr-defined]
     for name, held in model.named_buffers():
         if name.endswith(EXPERT_BIAS):
             held.data = held.data.float()

@@ -29,6 +29,7 @@ from sglang_bridge.language_models import published_class, text_config
 
 _QUERIES = "query_pre_attn_scalar"
 _FURTHER = "num_nextn_predict_layers"
+_LIMIT = "swiglu_limit"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +47,10 @@ class ModelSpec:
     None: of every row. latent: how keys and values are made of a latent; head_dim is then the size
     of a query and a key, and num_kv_heads num_heads; None: of the layer's input. delta_net: what
     delta_layers have instead of attention. query_scalar: by whose root products of queries and keys
-    are divided; None: by that of head_dim. carried: starts of names of tensors that no text goes
-    through. published: files are of a class with other parts besides, and have its
-    names (sglang_bridge/language_models.py).
+    are divided; None: by that of head_dim. gate_limit: where gates and ups of experts are cut off,
+    of which then (up + 1) gate sigmoid(1.702 gate) is made; None: see Family.gelu. carried: starts
+    of names of tensors that no text goes through. published: files are of a class with other parts
+    besides, and have its names (sglang_bridge/language_models.py).
     """
 
     family: Family
@@ -82,6 +84,7 @@ class ModelSpec:
     delta_net: DeltaNet | None = None
     delta_layers: tuple[bool, ...] = ()
     query_scalar: int | None = None
+    gate_limit: float | None = None
     carried: tuple[str, ...] = ()
     published: bool = False
 
@@ -156,6 +159,11 @@ class ModelSpec:
                     f"learner.parallel.{key} must divide the model's {what}, "
                     f"got {key}={degree} and {count} {what}"
                 )
+        if self.family.expert_biases and parallel.expert_tp > 1:
+            raise ValueError(
+                "learner.parallel.etp must be 1 for experts with biases, which Megatron-Core "
+                f"0.19.2 adds once for each rank that shares one, got {parallel.expert_tp}"
+            )
         tp, heads = parallel.tp, self.num_kv_heads
         if max(tp, heads) % min(tp, heads):
             raise ValueError(
@@ -262,6 +270,7 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         unturned=_unturned(config, family, layers),
         query_scalar=read_count(config, _QUERIES) if _QUERIES in family.defaults else None,
         carried=_carried(config, family, layers),
+        gate_limit=_gate_limit(config, family),
     )
 
 
@@ -274,6 +283,10 @@ def _carried(config: dict[str, Any], family: Family, layers: int) -> tuple[str, 
         numbers = range(layers, layers + further) if "{next}" in start else (0,)
         found += [start.replace("{next}", str(number)) for number in numbers]
     return tuple(found)
+
+
+def _gate_limit(config: dict[str, Any], family: Family) -> float | None:
+    return read_positive(config, _LIMIT, whole=False) if _LIMIT in family.defaults else None
 
 
 def _unturned(config: dict[str, Any], family: Family, layers: int) -> tuple[bool, ...]:

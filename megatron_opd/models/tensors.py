@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import accumulate
 
-from megatron_opd.models.families.family import EXPERT_BIAS, SHARED_GATE, Row
+from megatron_opd.models.families.family import EXPERT_BIAS, ROUTER_BIAS, SHARED_GATE, SINKS, Row
 from megatron_opd.models.families.keys import Key, hf_names, row_of
 from megatron_opd.models.spec import ModelSpec
 
@@ -161,7 +161,8 @@ def row_shapes(spec: ModelSpec, row: Row) -> tuple[Shape, ...]:
     if row.mcore[0].startswith("mlp.shared_experts."):
         features = spec.shared_ffn_size
     if row.fusion == "gate_up":
-        return ((features, hidden),) * 2
+        tail = () if row.hf[0].endswith(".bias") else (hidden,)
+        return ((features, *tail),) * 2
     if row.vocab:
         return ((spec.vocab_size, hidden),)
     together = heads if spec.family.norms_all_heads else (1, 1, 1)
@@ -173,6 +174,8 @@ def row_shapes(spec: ModelSpec, row: Row) -> tuple[Shape, ...]:
         "mlp.router.weight": (spec.num_experts, hidden),
         SHARED_GATE: (1, hidden),
         EXPERT_BIAS: (spec.num_experts,),
+        ROUTER_BIAS: (spec.num_experts,),
+        SINKS: (spec.num_heads,),
         **latent,
     }
     if row.mcore[0] in others:

@@ -149,6 +149,8 @@ def _attention(shapes: Shapes) -> float:
     if shapes.local:
         # padded to [segments, longest] for one call: q, k and v once more; the output is gathered
         kept += (queries + 2 * keys) * size + queries * size
+        if spec.family.sinks:  # one feature more of each, and of the output
+            kept += (2 * spec.num_heads + 2 * keys // spec.head_dim) * size
         # cosine and sine of the rotary angles, made by each layer for q and for k, on every rank
         kept += 4 * spec.head_dim * size * shapes.parallel.tp
     return kept
@@ -197,7 +199,10 @@ def _experts(shapes: Shapes) -> float:
     """
     spec, size = shapes.spec, shapes.element_bytes
     chosen, width = spec.experts_per_token, shapes.parallel.expert_tp
-    features = 6 if shapes.local else 3
+    features = 3
+    if shapes.local:
+        # cut off, the gate, its sigmoid and their product are kept beside the halves
+        features = 6 if spec.gate_limit is None else 8
     expert = features * spec.expert_ffn_size * size
     router = 5 * spec.num_experts + 20 * chosen
     permuted = (spec.hidden_size * size + 8) * width

@@ -129,11 +129,13 @@ def server_holdings(spec: ModelSpec, tp: int, ep: int) -> Iterator[Held]:
         names, shapes = hf_names(spec.family, key), row_shapes(spec, row)
         for place, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             dim = row.dim or 0
-            if row.dim is None or (row.vocab and spec.family.scaled_embedding):
+            whole = row.dim is None and not row.expert
+            if whole or (row.vocab and spec.family.scaled_embedding):
                 yield Held(name, shape, 0, 0, shape[0], everyone, _kind(row))
                 continue
             if row.expert:
                 first, count = key.expert // (spec.num_experts // ep) * (tp // ep), tp // ep
+                count = 1 if row.dim is None else count  # of a bias the others hold zeros
                 holders = [(first + index,) for index in range(count)]
             elif (row.fusion == "qkv" and place > 0) or row.mcore[0] == KEY_NORM:
                 count = min(tp, spec.num_kv_heads)

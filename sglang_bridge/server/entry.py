@@ -98,12 +98,12 @@ def value_of(option: str, arguments: list[str]) -> str | None:
 
 
 def arguments_for_device(
-    arguments: list[str], *, cuda: bool, has_delta_nets: bool = False
+    arguments: list[str], *, cuda: bool, has_delta_nets: bool = False, has_sinks: bool = False
 ) -> list[str]:
     """Returns `arguments` with what the device demands; whatever the user gave stays.
 
-    has_delta_nets: whether the model has layers whose state is no KV cache. Raises ValueError for
-    what cannot be deterministic.
+    has_delta_nets: whether the model has layers whose state is no KV cache. has_sinks: whether its
+    attention has sinks. Raises ValueError for what cannot be deterministic.
     """
     if not cuda:  # torch_memory_saver is for CUDA alone: there is nothing to give up here
         arguments = [argument for argument in arguments if argument not in MEMORY_FLAGS]
@@ -115,6 +115,12 @@ def arguments_for_device(
 
         flags += [flag for flag in delta_net.FLAGS if flag not in given]
         values |= delta_net.ARGUMENTS
+    if has_sinks and not cuda:
+        from sglang_bridge.server.compat import sinks
+
+        needed = (*sinks.FLAGS, *(sinks.DETERMINISTIC_FLAGS if DETERMINISTIC_FLAG in given else ()))
+        flags += [flag for flag in needed if flag not in given]
+        values |= sinks.ARGUMENTS
     if DETERMINISTIC_FLAG in given and not cuda:
         for option, reason in CPU_UNDOES_DETERMINISM.items():
             if option in given:
@@ -166,7 +172,7 @@ def main() -> None:
         freed.give_back_freed()
         offer_standins()
     from sglang_bridge.server import auth, connections, front, gates, owner, starting
-    from sglang_bridge.server.compat import delta_net, hooks, startup
+    from sglang_bridge.server.compat import delta_net, hooks, sinks, startup
 
     hooks.require_supported_version()
     if model is not None and (names := unneeded_models.unneeded(Path(model), sys.argv[1:])):
@@ -189,7 +195,10 @@ def main() -> None:
     has_delta_nets = model is not None and delta_net.is_needed(Path(model))
     if has_delta_nets and not cuda:
         os.environ.update(delta_net.ENVIRONMENT)
-    arguments = arguments_for_device(sys.argv[1:], cuda=cuda, has_delta_nets=has_delta_nets)
+    has_sinks = model is not None and sinks.is_needed(Path(model))
+    arguments = arguments_for_device(
+        sys.argv[1:], cuda=cuda, has_delta_nets=has_delta_nets, has_sinks=has_sinks
+    )
     if model is not None:
         arguments = plain_weights.as_plain(arguments, Path(model), cuda=cuda)
     server_args = prepare_server_args(arguments)

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from sglang_bridge.errors import one_line, some
 from sglang_bridge.language_models import is_published, renamed
 from sglang_bridge.server import pieces
-from sglang_bridge.server.compat import gemma, ranks
+from sglang_bridge.server.compat import gemma, gpt_oss, ranks, sinks
 from sglang_bridge.server.plain_weights import format_to_undo
 from sglang_bridge.server.spec import MODEL_KEY_VARIABLE, REFUSED
 from sglang_bridge.weights.dequantise import dequantised
@@ -75,14 +75,16 @@ class Incomplete(RuntimeError):
 
 
 def around_load_model(original: Callable[..., Any], loader: Any, *args: Any, **kwargs: Any) -> Any:
-    """Keeps whether the model that is loaded now only drafts for another; mends its scales."""
+    """Keeps whether the model that is loaded now only drafts for another; mends what it reads."""
     global _is_draft
     _is_draft = bool(kwargs["model_config"].is_draft_model)
+    gpt_oss.use_dtype(kwargs["model_config"])
     try:
         model = original(loader, *args, **kwargs)
     finally:
         _is_draft = False
     gemma.round_scales(model)
+    gpt_oss.take_single_experts(model)
     return model
 
 
@@ -103,12 +105,15 @@ def around_load_weights(
     undone = format_to_undo(Path(ranks.model_path()), cuda=torch.cuda.is_available())
     if undone is not None:
         weights = dequantised(weights, undone)
+    if not torch.cuda.is_available():
+        sinks.keep_exact(model)
     defaults = poison(model)
     reads = Reads()
     failed: list[str] = []
     try:
         with reads, reads.in_threads():
-            original(model, reads.watched(weights), *args, **kwargs)
+            own = gpt_oss.own_experts(model, reads.watched(weights))
+            original(model, own, *args, **kwargs)
     except Exception as error:
         logger.exception("the checkpoint cannot be loaded")
         failed = [one_line(f"{type(error).__name__}: {error}", 200)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sglang_bridge import wire
-from sglang_bridge.server.compat import delta_net
+from sglang_bridge.server.compat import delta_net, sinks
 from sglang_bridge.weights.digest import as_text, slice_digest
 from sglang_bridge.weights.formats import HELD_AS, PLAIN_BYTES, scales_of
 
@@ -24,6 +24,9 @@ UNSPLIT = frozenset({"Glm4MoeGate", "Glm4MoeLiteGate", "MoEGate", "Gemma3TextSca
 """Names of classes of routers that are no linear layers, and of an embedding that every rank holds
 whole; importing them takes seconds."""
 WEIGHT, SCALES = "weight", scales_of("weight")
+GATE_AND_UP = {f"w13_{WEIGHT}": WEIGHT, f"w13_{SCALES}": SCALES, "w13_weight_bias": "bias"}
+"""What stacks gate and up of experts, and what either is called of its own."""
+DOWN_BIAS = "w2_weight_bias"
 LATENTS = "fused_qkv_a_proj_with_mqa"
 
 
@@ -132,6 +135,9 @@ def _own_pieces(
     elif leaf in delta_net.BY_HEAD and hasattr(module, "conv1d"):
         length = data.shape[0]
         yield Piece(f"{owner}.{leaf}", 0, _rank(module.conv1d.tp_group) * length, length, data)
+    elif leaf == sinks.PARAMETER:
+        length = data.shape[0]
+        yield Piece(f"{owner}.{leaf}", 0, _rank(module.qkv_proj.tp_group) * length, length, data)
     elif isinstance(module, linear.QKVParallelLinear):
         yield from _qkv(module, owner, leaf, data)
     elif isinstance(module, linear.MergedColumnParallelLinear):
@@ -227,7 +233,11 @@ def _latents(attention: Any, owner: str, leaf: str, data: torch.Tensor) -> Itera
 
 
 def _experts(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator[Piece]:
-    """Yields [experts of this EP rank, ...]: w13 stacks this rank's gate and up, w2 is down."""
+    """Yields [experts of this EP rank, ...]: w13 stacks this rank's gate and up, w2 is down.
+
+    Rows of gate and up take turns where experts have biases (gpt-oss), and the first of the ranks
+    that share an expert holds all of the bias of down, the others zeros.
+    """
     if module.num_fused_shared_experts:
         raise TypeError(f"{owner}: fused shared experts are not supported")
     _require_plain(module, owner)
@@ -237,12 +247,16 @@ def _experts(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for local in range(data.shape[0]):
         base = f"{owner}.{first + local}"
-        if leaf in (f"w13_{WEIGHT}", f"w13_{SCALES}"):
-            length = data.shape[1] // 2
+        if leaf in GATE_AND_UP:
+            stack, length = data[local], data.shape[1] // 2
             start = module.moe_tp_rank * length
-            for half, part in enumerate((gate, up)):
-                view = data[local].narrow(0, half * length, length)
-                yield Piece(f"{base}.{part}.{leaf.removeprefix('w13_')}", 0, start, length, view)
+            turns = hasattr(module, "w13_weight_bias")
+            views = (stack[0::2], stack[1::2]) if turns else stack.split(length)
+            for part, view in zip((gate, up), views, strict=True):
+                yield Piece(f"{base}.{part}.{GATE_AND_UP[leaf]}", 0, start, length, view)
+        elif leaf == DOWN_BIAS:
+            if module.moe_tp_rank == 0:
+                yield Piece(f"{base}.{down}.bias", 0, 0, data.shape[1], data[local])
         elif leaf == f"w2_{SCALES}":
             yield Piece(f"{base}.{down}.{SCALES}", 0, 0, data.shape[1], data[local])
         elif leaf == f"w2_{WEIGHT}":
@@ -256,7 +270,9 @@ def _experts(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator
 def _require_plain(module: Any, owner: str) -> None:
     """Refuses experts that SGLang has laid out for other kernels after loading."""
     method = getattr(module, "quant_method", None)
-    if getattr(method, "use_flashinfer_trtllm_moe", False):
+    if getattr(method, "use_triton_kernels", False):
+        why = "transposed, start the server with --moe-runner-backend triton"
+    elif getattr(method, "use_flashinfer_trtllm_moe", False):
         why = "in blocks, start the server with --moe-runner-backend triton"
     elif getattr(method, "w13_swiglu_interleaved", False):
         why = "with gate and up interleaved, unset SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"

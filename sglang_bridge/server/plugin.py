@@ -37,6 +37,7 @@ from sglang_bridge.server.compat import (
     mla,
     ranks,
     rotary,
+    sinks,
     startup,
 )
 from sglang_bridge.server.experts import local_experts_only
@@ -93,6 +94,7 @@ def register() -> None:
     if not torch.cuda.is_available():
         hooks.hook(hooks.ROPE_ON_CPU, mla.around_rope, "around")
         ranks.allow_deterministic_attention("torch_native")
+        sinks.register()
         torch_kernels.register()
 
 

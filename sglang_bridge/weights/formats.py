@@ -15,7 +15,7 @@ HELD_AS: dict[str, str] = {"int8": "int8", "fp8": "float8_e4m3fn"}
 """Names of torch's dtypes of the numbers, by format."""
 SCALE_DTYPE = EXACT_DTYPE = "float32"
 
-UNQUANTISED = ("embed_tokens.", "lm_head.", ".gate.", ".shared_expert_gate.")
+UNQUANTISED = ("embed_tokens.", "lm_head.", ".gate.", ".router.", ".shared_expert_gate.")
 """Parts of the names of matrices that are never quantised."""
 MATRIX, SCALES_SUFFIX = ".weight", "_scale"
 

@@ -145,7 +145,9 @@ def oracle_update(
 
 
 def per_expert(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """transformers fuses experts in memory; on disk each has its own tensors."""
+    """transformers fuses experts in memory; on disk each has its own tensors, but for gpt-oss."""
+    if getattr(model.config, "model_type", None) == "gpt_oss":
+        return dict(model.state_dict())
     found: dict[str, torch.Tensor] = {}
     for name, value in model.state_dict().items():
         if name.endswith("experts.gate_up_proj"):

@@ -30,6 +30,7 @@ from tests.support.models import (
     YARN_ROPE,
     tiny_gemma3,
     tiny_glm4_moe,
+    tiny_gpt_oss,
     tiny_llama,
     tiny_mistral,
     tiny_mixtral,
@@ -66,6 +67,7 @@ MAKERS: dict[str, Any] = {
     "gemma 3": (tiny_gemma3, ODD | ONE_KEY),
     "phi 4": (tiny_phi3, ODD | {"sliding_window": 97}),
     "glm 4.5": (tiny_glm4_moe, ODD | {"num_hidden_layers": 4}),
+    "gpt-oss": (tiny_gpt_oss, ODD),
     "deepseek v2": (tiny_deepseek_v2, ODD | {"num_hidden_layers": 2}),
     "deepseek v3": (tiny_deepseek_v3, ODD | {"num_hidden_layers": 2}),
     # transformers normalises latents with 1e-6, whatever rms_norm_eps is
@@ -85,12 +87,23 @@ MAKERS: dict[str, Any] = {
 MEANT: dict[str, Any] = {
     "qwen3, yarn, biased": {"rope_parameters": YARN_ROPE | {"attention_factor": 0.8 * YARN_FACTOR}}
 }
-SPARSE = ("mixtral", "glm 4.5", "deepseek v3", "qwen2 moe", "qwen3 moe, yarn", "qwen3.5 moe")
+SPARSE = (
+    "mixtral",
+    "glm 4.5",
+    "gpt-oss",
+    "deepseek v3",
+    "qwen2 moe",
+    "qwen3 moe, yarn",
+    "qwen3.5 moe",
+)
 CONVERTED = (ParallelConfig(), ParallelConfig(tp=2, pp=2))  # cut for one layout, loaded at all
+SHARED = tuple(name for name in MAKERS if name != "gpt-oss")
+"""Models of which ranks may share an expert, as they do in an expert-parallel group of one."""
 LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
     "tp1": (1, {}, tuple(MAKERS)),
     "pp2vpp2": (2, {"pp": 2, "vpp": 2}, ("four layers",)),
-    "tp2": (2, {"tp": 2}, tuple(MAKERS)),
+    "tp2": (2, {"tp": 2}, SHARED),
+    "tp2etp1": (2, {"tp": 2, "etp": 1}, ("gpt-oss",)),
     "pp2": (2, {"pp": 2}, tuple(MAKERS)),
     "ep2": (2, {"dp": 2, "ep": 2}, SPARSE),
     "tp2ep2": (4, {"tp": 2, "dp": 2, "ep": 2}, SPARSE),

@@ -17,6 +17,7 @@ from tests.support.models import (
     YARN_ROPE,
     tiny_gemma3,
     tiny_glm4_moe,
+    tiny_gpt_oss,
     tiny_llama,
     tiny_olmo3,
     tiny_phi3,
@@ -40,6 +41,8 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "phi 4": (tiny_phi3, {}),
     # norms that multiply by 1 + weight, scaled embeddings, GELU, rotary tables of their own
     "gemma 3": (tiny_gemma3, {"sliding_window": 7}),
+    # sinks, windows, a bias in every linear layer, gates that are cut off
+    "gpt-oss": (tiny_gpt_oss, {"sliding_window": 7}),
     # the output projection's bias is added once
     "llama, biased, yarn": (tiny_llama, {"attention_bias": True, "rope_parameters": YARN_ROPE}),
 }
@@ -58,6 +61,9 @@ CASES = [
     ("phi 4", "tp2 cp2"),
     ("gemma 3", "tp2 cp2"),
     ("gemma 3", "pp2 vpp2"),
+    ("gpt-oss", "tp2 ep2"),
+    ("gpt-oss", "pp2 vpp2"),
+    ("gpt-oss", "dp2 ep2"),
     ("llama, biased, yarn", "tp2"),
 ]
 Made = tuple[Path, list[Batch], list[dict[str, Any]], Path]

@@ -3,40 +3,30 @@
 One for each kind of part: shared experts with a gate; gated delta nets, in files of a class with a
 vision tower; routers with sigmoids and a bias, first layers without experts and a last one that
 predicts further tokens; files that hold fused what servers and syncs name apart; embeddings that
-are scaled and never split.
+are scaled and never split; sinks, and experts whose rows take turns.
 """
 
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-import msgspec
 import pytest
-import torch
-from torch import distributed
 
 from checks.families import DELTA_NET_NATS
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.weight_sync.holdings import server_holdings
-from megatron_opd.weight_sync.plan import ServerLayout
-from sglang_bridge.client import ServerClient
-from sglang_bridge.fleet import Fleet
-from sglang_bridge.protocol import RolloutReply, WeightPiece
-from sglang_bridge.weights.exchange import send
 from tests.e2e.conftest import running, tiny_spec
 from tests.e2e.replies import requests_of, span_error
 from tests.e2e.weight_sync import (
     differing,
-    join,
     load_tensors,
     perturbed_copy,
-    plan_for,
-    shards_of,
+    synced,
 )
 from tests.support.carried_models import add_tensors, predicted_layer
 from tests.support.delta_models import published_qwen3_5_moe
 from tests.support.figures import bounded
-from tests.support.models import tiny_gemma3, tiny_glm4_moe, tiny_phi3, tiny_qwen2_moe
+from tests.support.models import tiny_gemma3, tiny_glm4_moe, tiny_gpt_oss, tiny_phi3, tiny_qwen2_moe
 from tests.support.oracles import load_reference
 
 pytestmark = pytest.mark.e2e
@@ -54,37 +44,11 @@ FAMILIES: dict[str, Callable[..., Path]] = {
     "glm 4.5": predicting_glm4_moe,
     "phi 4": tiny_phi3,
     "gemma 3": tiny_gemma3,
+    "gpt-oss": tiny_gpt_oss,
 }
 DELTA_NETS = ("qwen3.5 moe, published class",)
 """Families whose draws differ from transformers' by more: the rule's chunks begin elsewhere."""
 REQUEST = requests_of(tokens=24, count=1)[0]
-Found = tuple[RolloutReply, list[WeightPiece], list[WeightPiece], RolloutReply]
-
-
-async def synced(url: str, old: Path, new: Path) -> Found:
-    """A rollout and the pieces of a server, then the same after it got the tensors of `new`."""
-    tensors = load_tensors(new)
-    plan = plan_for(old, ServerLayout(1, 1), staged=0)
-    async with Fleet([ServerClient(url, timeout_s=120)]) as fleet:
-        before = await fleet.generate(REQUEST)
-        held = (await fleet.weight_digests())[url]
-        group, name = await join(fleet)
-        await fleet.expect_weights(plan.shares([url]))
-        await fleet.pause("retract")
-        await fleet.begin_weight_update()
-        messages = shards_of(plan, tensors, staged=False)
-        await asyncio.gather(
-            fleet.receive_weights(name, 60),
-            asyncio.to_thread(send, group, messages, torch.device("cpu")),
-        )
-        await fleet.flush_cache()
-        await fleet.end_weight_update(1)
-        await fleet.resume()
-        given = (await fleet.weight_digests())[url]
-        after = await fleet.generate(msgspec.structs.replace(REQUEST, rid="after"))
-        await fleet.destroy_weights_group(name)
-        distributed.destroy_process_group(group)
-    return before, held, given, after
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -94,7 +58,7 @@ def test_a_synced_server_is_one_that_loaded_the_same_weights(family: str, tmp_pa
     text = old / "text" if (old / "text").is_dir() else old
     new = perturbed_copy(text, tmp_path / "new", scale=0.3, seed=5)
     with running(tiny_spec(old, "student"), tmp_path / "server.log") as server:
-        before, held, given, after = asyncio.run(synced(server.spec.url, old, new))
+        before, held, given, after = asyncio.run(synced(server.spec.url, old, new, REQUEST))
     planned = {
         (h.name, h.dim, h.start, h.length) for h in server_holdings(read_model_spec(old), 1, 1)
     }

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import torch
 from torch import distributed
 
@@ -15,9 +16,9 @@ from megatron_opd.weight_sync.plan import ServerLayout, SyncPlan, SyncSettings, 
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.ports import free_port
-from sglang_bridge.protocol import BucketSpec, WeightPiece
+from sglang_bridge.protocol import BucketSpec, RolloutReply, RolloutRequest, WeightPiece
 from sglang_bridge.weights.digest import as_text, digest
-from sglang_bridge.weights.exchange import Message
+from sglang_bridge.weights.exchange import Message, send
 from tests.support.checkpoint_tensors import checkpoint_tensors
 
 _names = (f"test-{i}" for i in itertools.count())
@@ -125,6 +126,37 @@ def shards_of(
         )
         for bucket in plan.outgoing(0, staged=staged)
     ]
+
+
+Found = tuple[RolloutReply, list[WeightPiece], list[WeightPiece], RolloutReply]
+
+
+async def synced(
+    url: str, old: Path, new: Path, request: RolloutRequest, tp: int = 1, ep: int = 1
+) -> Found:
+    """A rollout and the pieces of a server, then the same after it got the tensors of `new`."""
+    tensors = load_tensors(new)
+    plan = plan_for(old, ServerLayout(tp, ep), staged=0)
+    async with Fleet([ServerClient(url, timeout_s=120)]) as fleet:
+        before = await fleet.generate(request)
+        held = (await fleet.weight_digests())[url]
+        group, name = await join(fleet)
+        await fleet.expect_weights(plan.shares([url]))
+        await fleet.pause("retract")
+        await fleet.begin_weight_update()
+        messages = shards_of(plan, tensors, staged=False)
+        await asyncio.gather(
+            fleet.receive_weights(name, 60),
+            asyncio.to_thread(send, group, messages, torch.device("cpu")),
+        )
+        await fleet.flush_cache()
+        await fleet.end_weight_update(1)
+        await fleet.resume()
+        given = (await fleet.weight_digests())[url]
+        after = await fleet.generate(msgspec.structs.replace(request, rid="after"))
+        await fleet.destroy_weights_group(name)
+        distributed.destroy_process_group(group)
+    return before, held, given, after
 
 
 def differing(pieces: Sequence[WeightPiece], tensors: Mapping[str, torch.Tensor]) -> list[str]:

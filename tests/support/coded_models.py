@@ -58,7 +58,14 @@ def as_mxfp4(source: Path, target: Path) -> Path:
         codes = (nearest + 8 * (steps < 0)).to(torch.uint8)
         tensors[f"{name}_blocks"] = codes[..., 0::2] | (codes[..., 1::2] << 4)
         tensors[f"{name}_scales"] = (exponents + EXPONENT_BIAS).to(torch.uint8)
-    return _written(source, target, tensors, {"quant_method": "mxfp4"})
+    kept = [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ]
+    described = {"quant_method": "mxfp4", "modules_to_not_convert": kept}
+    return _written(source, target, tensors, described)
 
 
 def _written(

@@ -257,6 +257,22 @@ QWEN3_5_MOE = TinyFamily(
     kept_rope=True,
 )
 
+GPT_OSS_ROPE = rope(**YARN, beta_fast=32.0, beta_slow=1.0, truncate=False)
+GPT_OSS = TinyFamily(
+    "GptOssConfig",
+    "GptOssForCausalLM",
+    {
+        **GPT_OSS_ROPE,
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": WINDOW,
+        "swiglu_limit": 1.5,
+    },
+    written={"experts_per_token": 2, "initial_context_length": ORIGINAL},
+)
+
 
 def with_ropes(name: str, family: TinyFamily, *kinds: str) -> dict[str, TinyFamily]:
     """A family by its name, and once more for each further type of rotary positions."""
@@ -304,6 +320,8 @@ SERVED: Mapping[str, TinyFamily] = {
     "Qwen3.5-MoE": QWEN3_5_MOE,
     "Gemma 3 text": GEMMA3,
     "Gemma 3 text, default": GEMMA3.saying(rope_scaling=None),
+    "gpt-oss": GPT_OSS,
+    "gpt-oss, truncated yarn": GPT_OSS.with_fields(**rope(**YARN)),
 }
 """What SGLang serves rightly, by what it is called."""
 
@@ -367,6 +385,7 @@ MISSERVED: Mapping[str, tuple[TinyFamily, str]] = {
         GRANITE.with_fields(attention_bias=True),
         "attention_bias must be",
     ),
+    "gpt-oss, swiglu_alpha": (GPT_OSS.with_fields(swiglu_alpha=1.0), "swiglu_alpha must be"),
 }
 """What SGLang serves wrongly, most of it without a word, and what refuses it."""
 

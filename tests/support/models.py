@@ -16,6 +16,8 @@ from transformers import (
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -222,6 +224,48 @@ def tiny_glm4_moe(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrid
     _randomise(model, seed, head_std)
     _bias_choices(model, seed)
     return _save(model, path, config.vocab_size)
+
+
+GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 64,
+}
+
+
+def tiny_gpt_oss(path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object) -> Path:
+    """Writes a random gpt-oss checkpoint (float32, 4 experts, top-2) to `path` and returns it.
+
+    Every second of its four layers has a window of 32 positions; gates and ups reach their limit;
+    config.json has the keys of published ones.
+    """
+    sizes: dict[str, object] = {
+        "num_hidden_layers": 4,
+        "intermediate_size": 64,
+        "attention_bias": True,
+        "sliding_window": 32,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "swiglu_limit": 1.5,
+        "rms_norm_eps": 1e-5,
+        "router_aux_loss_coef": 0.0,
+        "rope_parameters": GPT_OSS_ROPE | {"rope_theta": 150000.0},
+    }
+    config = GptOssConfig(**_shared_config() | sizes | overrides)
+    model = GptOssForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    _save(model, path, config.vocab_size)
+    file = path / "config.json"
+    written = json.loads(file.read_text())
+    rope = dict(written.pop("rope_parameters"))
+    of_files = {"experts_per_token": config.num_experts_per_tok, "initial_context_length": 64}
+    written |= of_files | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
+    file.write_text(json.dumps(written))
+    return path
 
 
 def _bias_choices(model: PreTrainedModel, seed: int) -> None:

@@ -154,6 +154,8 @@ DENSE_MLP = (
 
 
 EXPERT_BIAS = "mlp.router.expert_bias"
+ROUTER_BIAS = "mlp.router.bias"
+SINKS = "self_attention.core_attention.softmax_offset"
 
 
 def bias_row(name: str) -> Row:
@@ -304,6 +306,16 @@ class Family:
     def sigmoid_router(self) -> bool:
         """Returns whether experts are scored by sigmoids and chosen with a bias."""
         return any(row.mcore[0] == EXPERT_BIAS for row in self.layer)
+
+    @property
+    def sinks(self) -> bool:
+        """Returns whether a softmax of attention also sums over a number of its head."""
+        return any(row.mcore[0] == SINKS for row in self.layer)
+
+    @property
+    def expert_biases(self) -> bool:
+        """Returns whether every linear layer of it has a bias, experts' and routers' too."""
+        return any(row.mcore[0] == ROUTER_BIAS for row in self.layer)
 
     @property
     def shared_gate(self) -> bool:

@@ -19,6 +19,7 @@ from tests.support.cli_cases import call, refused
 from tests.support.latent_models import tiny_deepseek_v3
 from tests.support.models import (
     tiny_gemma3,
+    tiny_gpt_oss,
     tiny_mistral,
     tiny_mixtral,
     tiny_olmo2,
@@ -221,6 +222,16 @@ def test_how_sglang_cannot_serve_a_family(
 ):
     config["student"] |= {"model": str(write(tmp_path / "model")), **fields}
     capsys.readouterr()  # of writing the model
+    refused(capsys, call(tmp_path, config, verb="check"), *words)
+
+
+def test_experts_with_biases_are_served_as_they_are(tmp_path: Path, config: dict[str, Any], capsys):
+    config["teacher"] |= {"model": str(tiny_gpt_oss(tmp_path / "model"))}
+    capsys.readouterr()
+    assert call(tmp_path, config, verb="check") == 0
+    config["teacher"] |= {"quantization": "int8"}
+    capsys.readouterr()
+    words = "teacher.quantization must be null in a gpt-oss model", "got int8"
     refused(capsys, call(tmp_path, config, verb="check"), *words)
 
 

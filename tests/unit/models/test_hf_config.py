@@ -40,6 +40,7 @@ ROPES = (
     None,
 )
 BASE: dict[str, dict[str, Any]] = {
+    "gpt_oss": {"rope_scaling": ROPES[5]},
     "olmo3": {"rope_theta": 500000.0, "num_hidden_layers": 4},
     "qwen3_5_text": {"num_key_value_heads": 4, "full_attention_interval": 2},
     "qwen3_5_moe_text": {"full_attention_interval": 2},
@@ -242,8 +243,10 @@ def test_every_default_and_every_plain_value_is_accepted(family: str, key: str |
         plain[key] = None
     if key == "shared_expert_intermediate_size" and family not in ("qwen2_moe", "qwen3_5_moe_text"):
         plain[key] = 0
-    if family == "phi3" and key == "rope_scaling":
-        return  # the learner knows none of the types that transformers' class has
+    if family in ("phi3", "gpt_oss") and key == "rope_scaling":
+        return  # the learner knows none of the types that transformers' class has, or one alone
+    if (family, key) == ("gpt_oss", "attention_bias"):
+        plain[key] = True
     if family == "gemma3_text":
         plain |= {key: True} if key == "tie_word_embeddings" else {}
         if key == "rope_parameters":

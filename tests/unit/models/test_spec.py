@@ -10,6 +10,7 @@ import pytest
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.rope import Rope, yarn_note
 from megatron_opd.models.spec import read_model_spec
+from tests.support.models import tiny_gpt_oss
 
 
 def damaged(model: Path, copy: Path, **config: object) -> Path:
@@ -163,6 +164,15 @@ def test_layouts_that_do_not_fit_the_model(parallel: dict, message: str, moe: Pa
 def test_a_dense_model_has_no_experts_to_spread(dense: Path):
     with pytest.raises(ValueError, match="got ep=2 and 0 experts"):
         read_model_spec(dense).check_parallel(ParallelConfig(ep=2, dp=2))
+
+
+def test_ranks_share_no_expert_with_biases(tmp_path: Path):
+    spec = read_model_spec(tiny_gpt_oss(tmp_path / "model"))
+    for etp in (1, None):
+        parallel = ParallelConfig(tp=2, ep=1 if etp else 2, etp=etp)
+        spec.check_parallel(parallel)
+    with pytest.raises(ValueError, match=r"^learner\.parallel\.etp must be 1 .* got 2$"):
+        spec.check_parallel(ParallelConfig(tp=2))
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

@@ -26,6 +26,7 @@ from tests.support.latent_models import (
 from tests.support.models import (
     tiny_gemma3,
     tiny_glm4_moe,
+    tiny_gpt_oss,
     tiny_llama,
     tiny_mistral,
     tiny_mixtral,
@@ -45,6 +46,7 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "gemma3_text": tiny_gemma3,
     "glm4_moe": tiny_glm4_moe,
     "glm4_moe_lite": tiny_glm4_moe_lite,
+    "gpt_oss": tiny_gpt_oss,
     "llama": tiny_llama,
     "mistral": tiny_mistral,
     "mixtral": tiny_mixtral,

@@ -16,6 +16,7 @@ from tests.support.figures import bounded, relative
 from tests.support.latent_models import tiny_deepseek_v2, tiny_deepseek_v3
 from tests.support.models import (
     tiny_gemma3,
+    tiny_gpt_oss,
     tiny_llama,
     tiny_mixtral,
     tiny_olmo3,
@@ -36,6 +37,7 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
     "llama": (tiny_llama, {}),
     "olmo3": (tiny_olmo3, {}),
     "gemma3": (tiny_gemma3, {}),
+    "gpt-oss": (tiny_gpt_oss, {}),
     "deepseek v2": (tiny_deepseek_v2, {"first_k_dense_replace": 3}),
     "deepseek v3": (tiny_deepseek_v3, {"first_k_dense_replace": 3}),
 }

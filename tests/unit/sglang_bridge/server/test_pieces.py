@@ -14,6 +14,7 @@ from sglang_bridge.server import pieces
 OWNER = {
     "deepseek_v2": "model.layers.3.mlp.experts",
     "deepseek_v3": "model.layers.3.mlp.experts",
+    "gpt_oss": "model.layers.3.mlp.experts",
     "glm4_moe": "model.layers.3.mlp.experts",
     "glm4_moe_lite": "model.layers.3.mlp.experts",
     "qwen2_moe": "model.layers.3.mlp.experts",
@@ -24,8 +25,9 @@ OWNER = {
 
 
 def expert_names(family: Family, expert: int) -> list[str]:
-    """Gate, up and down of an expert of layer 3, by the learner's table."""
-    rows = [i for i, row in enumerate(family.layer) if row.expert]
+    """Gate, up and down of an expert of layer 3, by the learner's table; without biases."""
+    matrices = [row.expert and row.hf[0].endswith(".weight") for row in family.layer]
+    rows = [i for i, matrix in enumerate(matrices) if matrix]
     return [name for row in rows for name in hf_names(family, Key(3, row, expert))]
 
 
@@ -68,6 +70,30 @@ def test_scales_of_experts_are_cut_as_their_rows_are(family: Family):
     assert places == {gate: (0, 4, 4), up: (0, 4, 4), down: (0, 0, 4)}
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_experts_with_biases_are_taken_apart_row_by_row(rank: int):
+    """Gate and up take turns there; of two ranks one adds the bias of down."""
+    owner = "model.layers.3.mlp.experts"
+    shapes = {"w13_weight": (2, 8, 3), "w13_weight_bias": (2, 8), "w2_weight_bias": (2, 5)}
+    held = {leaf: torch.randn(shape) for leaf, shape in shapes.items()}
+    module = SimpleNamespace(num_fused_shared_experts=0, moe_ep_rank=1, moe_tp_rank=rank, **held)
+    found = {
+        piece.hf_name.removeprefix(f"{owner}."): piece
+        for leaf, data in held.items()
+        for piece in pieces._experts(module, owner, leaf, data)
+    }
+    for leaf, kind in (("w13_weight", "weight"), ("w13_weight_bias", "bias")):
+        for first, part in enumerate(("gate", "up")):
+            piece = found[f"3.{part}_proj.{kind}"]
+            assert torch.equal(piece.view, held[leaf][1, first::2])
+            assert (piece.dim, piece.start, piece.length) == (0, 4 * rank, 4)
+            piece.view.fill_(7)
+            assert (held[leaf][1, first::2] == 7).all(), "live memory"
+    assert ("3.down_proj.bias" in found) == (rank == 0)
+    if rank == 0:
+        assert torch.equal(found["3.down_proj.bias"].view, held["w2_weight_bias"][1])
+
+
 LAYERS = "sglang.srt.layers"  # importing them takes seconds, and files of a server's own
 
 
@@ -86,6 +112,14 @@ def embedding(monkeypatch: pytest.MonkeyPatch) -> type:
     }.items():
         monkeypatch.setitem(sys.modules, name, module)
     return vocabulary.VocabParallelEmbedding
+
+
+def test_sinks_are_those_of_a_ranks_heads(embedding: type, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(pieces, "_rank", lambda group: group)
+    modules = {"model.layers.0.self_attn": SimpleNamespace(qkv_proj=SimpleNamespace(tp_group=2))}
+    owner = "model.layers.0.self_attn"
+    (piece,) = pieces.pieces_of(modules, owner, "sinks", torch.zeros(3))  # type: ignore[arg-type]
+    assert (piece.hf_name, piece.dim, piece.start, piece.length) == (f"{owner}.sinks", 0, 6, 3)
 
 
 @pytest.mark.parametrize(("rank", "held"), [(0, [(0, 3)]), (1, [(3, 2)]), (2, [])])
@@ -107,6 +141,7 @@ def test_a_rank_of_padding_alone_holds_no_piece(
 @pytest.mark.parametrize(
     ("layout", "remedy"),
     [
+        ("use_triton_kernels", "start the server with --moe-runner-backend triton"),
         ("use_flashinfer_trtllm_moe", "start the server with --moe-runner-backend triton"),
         ("w13_swiglu_interleaved", "unset SGLANG_OPT_FUSE_SWIGLU_INTERLEAVED"),
     ],

@@ -96,7 +96,7 @@ def test_a_rank_computes_its_own_experts_alone(format: Format):
     def never(*_: object) -> torch.Tensor:
         raise AssertionError("not SGLang's own: it knows no other ranks")
 
-    found = local_experts_only(never, layer, x, (shares, experts, None))
+    found = local_experts_only(never, layer, x, (shares, experts, None), SimpleNamespace())
     expected = torch.zeros(3, 3)
     for token in range(3):
         for expert, share in zip(experts[token].tolist(), shares[token], strict=True):
