@@ -30,7 +30,8 @@ def has_experts(model: Path) -> bool:
         return False
     config = cast(dict[str, Any], found)
     text: Any = config.get("text_config")
-    counts = ((text if isinstance(text, dict) else config).get(key) for key in EXPERTS)
+    read = cast(dict[str, Any], text) if isinstance(text, dict) else config
+    counts = (read.get(key) for key in EXPERTS)
     return any(isinstance(count, int) and count > 0 for count in counts)
 
 
