@@ -128,11 +128,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         family_jobs.write_expected(
             found[name], reference_logits(found[name], **MEANT.get(name, {}))
         )
+        etp = None if name in SHARED else 1
         for index, parallel in enumerate(CONVERTED):
             hf_to_megatron(
                 found[name],
                 found[name] / f"megatron{index}",
-                parallel=parallel,
+                parallel=parallel.model_copy(update={"etp": etp}),
                 dtype=None,
                 crew=Crew(),
                 unit_bytes=100_000,
