@@ -16,7 +16,8 @@ from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import Shape, layer_rows, model_keys, row_shapes
 from sglang_bridge.language_models import PREFIX, PUBLISHED_PREFIX
 
-_ROUTER = "mlp.gate.weight"
+_MIXTRALS = "block_sparse_moe."
+"""What files of Mixtral and MiniMax call what transformers calls mlp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +115,8 @@ def _in_memory(family: Family) -> Iterator[Packed]:
     for row in family.layer:
         if row.expert and not published.intersection(row.hf):
             yield Packed(stack_name(row), row.hf, experts=True)
-        elif row.mcore[0] == "mlp.router.weight" and row.hf != (_ROUTER,):
-            yield Packed(_ROUTER, row.hf)
+        elif row.hf[0].startswith(_MIXTRALS):
+            yield Packed(f"mlp.{row.hf[0].removeprefix(_MIXTRALS)}", row.hf)
 
 
 def _in_files(spec: ModelSpec, name: str) -> str:

@@ -240,6 +240,7 @@ class Family:
     those of hf_config.ONE_SIDED. reads: keys of that table of which all of them read every value.
     rope_types: rotary positions that all of them know. rotary_share: default of
     partial_rotary_factor; None: all of them turn every feature of a head, and it is 1.
+    rotary_dim: a key of this name counts the features that turn.
     rope_keys: further rotary settings, without effect on text. interleaved: rotary positions turn
     neighbours, not a feature of either half. zero_centred_norms: a norm multiplies by 1 + weight.
     output_gate: the query projection makes a gate of each head's output too. gelu: what gates is
@@ -278,6 +279,7 @@ class Family:
     reads: frozenset[str] = frozenset()
     rope_types: tuple[str, ...] = ROPE_TYPES
     rotary_share: float | None = None
+    rotary_dim: bool = False
     rope_keys: frozenset[str] = frozenset()
     interleaved: bool = False
     zero_centred_norms: bool = False
