@@ -25,6 +25,7 @@ from tests.support.models import (
     YARN_ROPE,
     tiny_gemma3,
     tiny_gpt_oss,
+    tiny_minimax_m2,
     tiny_olmo3,
     tiny_qwen3,
     tiny_smollm3,
@@ -40,6 +41,8 @@ CASES: dict[str, tuple[Callable[..., Path], dict[str, Any], dict[str, Any]]] = {
     "gemma 3": (tiny_gemma3, {}, {}),
     # sinks of each rank's heads, and a bias of experts that one rank adds
     "gpt-oss": (tiny_gpt_oss, {}, {}),
+    # norms of which each rank holds the weights of its heads
+    "minimax m2": (tiny_minimax_m2, {}, {}),
     # layers without rotary positions; SGLang runs transformers' modules, one for each matrix
     "smollm3": (tiny_smollm3, {}, {}),
     # the output projection's bias is added once; attn_factor, which transformers ignores

@@ -223,9 +223,9 @@ class Family:
     """Describes an architecture: `top` holds tensors outside the layers, `layer` those inside.
 
     name: config.json's model_type. architecture: its class in transformers. qk_norm: queries and
-    keys are normalised per head, with norms_all_heads over all heads together. pre_norm: norms
-    stand before attention and MLP; post_norm: after them, before the sum. qkv_bias: queries, keys
-    and values have a bias; o_bias: so has the output projection. moe: it has experts.
+    keys are normalised per head, with norms_all_heads over all heads together; split_norms: each
+    rank of a server holds the weights of its heads alone. pre_norm: norms stand before attention and
+    MLP; post_norm: after them, before the sum. qkv_bias: queries, keys and values have a bias; o_bias: so has the output projection. moe: it has experts.
     expert_ffn_key: config.json's key of their size. experts_keys: those of their number: the
     class's own, and one that transformers takes for it. sums_topk_to_one: the router always scales
     the chosen experts' weights to a sum of one, which other families' norm_topk_prob tells.
@@ -260,6 +260,7 @@ class Family:
     layer: tuple[Row, ...]
     qk_norm: bool = False
     norms_all_heads: bool = False
+    split_norms: bool = False
     pre_norm: bool = True
     post_norm: bool = False
     qkv_bias: bool = False

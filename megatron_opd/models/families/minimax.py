@@ -66,6 +66,7 @@ MINIMAX_M2 = Family(
     ),
     qk_norm=True,
     norms_all_heads=True,
+    split_norms=True,
     moe=True,
     expert_ffn_key="intermediate_size",
     experts_keys=("num_local_experts", "num_experts"),
