@@ -224,14 +224,14 @@ class Family:
 
     name: config.json's model_type. architecture: its class in transformers. qk_norm: queries and
     keys are normalised per head, with norms_all_heads over all heads together; split_norms: each
-    rank of a server holds the weights of its heads alone. pre_norm: norms stand before attention and
-    MLP; post_norm: after them, before the sum. qkv_bias: queries, keys and values have a bias; o_bias: so has the output projection. moe: it has experts.
-    expert_ffn_key: config.json's key of their size. experts_keys: those of their number: the
-    class's own, and one that transformers takes for it. sums_topk_to_one: the router always scales
-    the chosen experts' weights to a sum of one, which other families' norm_topk_prob tells.
-    end_token: what transformers takes for a config.json without eos_token_id. heads_fill_hidden:
-    transformers wants num_attention_heads to divide hidden_size. packed: tensors in which published
-    files, and so exports, hold several.
+    server's rank holds the weights of its heads alone. pre_norm: norms stand before attention and
+    MLP; post_norm: after them, before the sum. qkv_bias: queries, keys and values have a bias;
+    o_bias: so has the output projection. moe: it has experts. expert_ffn_key: config.json's key of
+    their size. experts_keys: those of their number: the class's own, and one that transformers
+    takes for it. sums_topk_to_one: the router always scales the chosen experts' weights to a sum of
+    one, which other families' norm_topk_prob tells. end_token: what transformers takes for a
+    config.json without eos_token_id. heads_fill_hidden: transformers wants num_attention_heads to
+    divide hidden_size. packed: tensors in which published files, and so exports, hold several.
 
     defaults: what transformers takes for a key that is absent. null is another matter: where it is
     no value of the key, transformers refuses the file. optional_biases: those that attention_bias
