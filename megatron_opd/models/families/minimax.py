@@ -15,8 +15,8 @@ from megatron_opd.models.families.family import (
     bias_row,
     expert_rows,
 )
+from megatron_opd.models.families.mixtral import BLOCK
 
-_BLOCK = "block_sparse_moe"
 _HEAD_DIM = 128
 _FIXED = {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"}
 
@@ -61,8 +61,8 @@ MINIMAX_M2 = Family(
         *ATTENTION,
         *QK_NORM,
         POST_NORM,
-        *expert_rows(f"{_BLOCK}.gate", f"{_BLOCK}.experts.{{e}}", "w1", "w3", "w2", exact=True),
-        bias_row(f"{_BLOCK}.e_score_correction_bias"),
+        *expert_rows(f"{BLOCK}.gate", f"{BLOCK}.experts.{{e}}", "w1", "w3", "w2", exact=True),
+        bias_row(f"{BLOCK}.e_score_correction_bias"),
     ),
     qk_norm=True,
     norms_all_heads=True,
