@@ -247,7 +247,8 @@ class Family:
     GELU by its tanh formula, not SiLU. scaled_embedding: embeddings are multiplied by the root of
     hidden_size, and each rank of a server holds them all. window: what
     sliding_window does, nothing; it limits the context, as SGLang ignores it; or layer_types says
-    where it is. window_theta: rotary positions of windowed layers have settings of their own, and
+    where it is. window_every: of so many layers the last has none, where no key of config.json
+    says so. window_theta: rotary positions of windowed layers have settings of their own, and
     this rope_theta where nothing names it. plain_window: they are never scaled. shares_heads:
     ranks of a server may share a key-value head. own_modules: SGLang runs transformers' modules.
     check: raises ValueError for a complete config.json that transformers and SGLang read
@@ -288,6 +289,7 @@ class Family:
     gelu: bool = False
     scaled_embedding: bool = False
     window: Window = "none"
+    window_every: int = 4
     window_theta: float | None = None
     plain_window: bool = False
     shares_heads: bool = True
