@@ -105,7 +105,7 @@ def transformer_config(
             "moe_permute_fusion": speedups.permute,
         }
     chosen = defaults | check_overrides("learner.megatron", target, config.megatron)
-    _check_chosen(spec, config, chosen)
+    _check_chosen(spec, config, chosen, engine=kernels.engine)
     fixed = _architecture(spec) | {
         "recompute_granularity": None if config.recompute == "none" else config.recompute,
         "params_dtype": dtype,
@@ -128,7 +128,9 @@ def transformer_config(
     return build("learner.megatron", target, chosen | fixed)
 
 
-def _check_chosen(spec: ModelSpec, config: LearnerConfig, chosen: Mapping[str, Any]) -> None:
+def _check_chosen(
+    spec: ModelSpec, config: LearnerConfig, chosen: Mapping[str, Any], *, engine: bool
+) -> None:
     """Raise ValueError for a value that Megatron takes and that fails, or does nothing, later."""
     compiled = sorted(COMPILED & set(chosen.get("recompute_modules", ())))
     if compiled and which("ninja") is None:
@@ -147,6 +149,16 @@ def _check_chosen(spec: ModelSpec, config: LearnerConfig, chosen: Mapping[str, A
         raise ValueError(
             "learner.megatron.deterministic_mode must be false for a model with gated delta nets, "
             "of which Megatron has no deterministic kernel for packed samples, got true"
+        )
+    if spec.family.expert_biases and chosen.get("bias_dropout_fusion"):
+        raise ValueError(
+            "learner.megatron.bias_dropout_fusion must be false for experts with biases, which "
+            "Megatron-Core 0.19.2 does not fuse, got true; leave it out"
+        )
+    if spec.family.expert_biases and engine and not chosen["moe_grouped_gemm"]:
+        raise ValueError(
+            "learner.megatron.moe_grouped_gemm must be true for experts with biases on GPUs, whose "
+            "outputs Megatron-Core 0.19.2 otherwise changes in place, got false; leave it out"
         )
     vpp, pp = config.parallel.vpp, config.parallel.pp
     if vpp > 1 and pp == 2 and not chosen["overlap_p2p_comm"]:

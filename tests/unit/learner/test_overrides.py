@@ -1,5 +1,7 @@
 """Megatron's own fields from YAML."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from megatron.core.distributed import DistributedDataParallelConfig
@@ -12,7 +14,7 @@ from megatron_opd.learner.model import _architecture, transformer_config
 from megatron_opd.learner.overrides import check_overrides
 from megatron_opd.learner.refusals import check_overrides_of
 from megatron_opd.models.spec import read_model_spec
-from tests.support.models import tiny_qwen3_moe
+from tests.support.models import tiny_gpt_oss, tiny_qwen3_moe
 
 
 @pytest.mark.parametrize(
@@ -86,6 +88,19 @@ def test_a_user_s_value_wins_over_a_default_and_nothing_else(tmp_path):
     for name in _architecture(spec):
         with pytest.raises(ValueError, match=f"learner.megatron.{name} is set by config.json"):
             check_overrides("learner.megatron", TransformerConfig, {name: 1})
+
+
+@pytest.mark.parametrize(
+    ("engine", "field", "value"),
+    [(False, "bias_dropout_fusion", True), (True, "moe_grouped_gemm", False)],
+)
+def test_experts_with_biases_are_built_as_megatron_can(engine, field, value, tmp_path):
+    spec = read_model_spec(tiny_gpt_oss(tmp_path, seed=1))
+    config = LearnerConfig.model_validate({"dtype": "float32", "megatron": {field: value}})
+    kernels = replace(choose_kernels(False), engine=engine)
+    with pytest.raises(ValueError, match=f"learner.megatron.{field} must be .* with biases") as got:
+        transformer_config(spec, config, kernels, cuda=False)
+    assert "\n" not in str(got.value)
 
 
 @pytest.mark.parametrize(
