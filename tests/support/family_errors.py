@@ -86,7 +86,7 @@ def expected(request: ScoreRequest, model: torch.nn.Module) -> np.ndarray:
 
 
 def seen(answers: Answers, model: torch.nn.Module) -> Mapping[str, float]:
-    """The largest difference of scores, nats, when a tensor of the model is changed, by its name."""
+    """The largest difference of scores, nats, by the name of the tensor that is changed."""
     return {
         name: max(
             float(np.abs(reply.logp_N - expected(request, model)).max(initial=0))
