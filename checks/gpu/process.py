@@ -63,8 +63,10 @@ def echoed(
 
     interrupt_after_s: it gets SIGINT then, and may still say what it found.
     """
+    # a job that a shell put into the background ignores SIGINT, and so would all that it starts
+    hears = ("env", "--default-signal=INT", *command)
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+        hears, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
     )
     last: deque[str] = deque(maxlen=LAST_LINES)
     assert process.stdout is not None

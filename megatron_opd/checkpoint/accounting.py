@@ -21,18 +21,21 @@ from megatron_opd.models.spec import ModelSpec
 
 
 def hf_numbers(path: Path, spec: ModelSpec, dtype: torch.dtype | None) -> Numbers:
-    """Return the numbers of a Hugging Face checkpoint, cast to `dtype`.
+    """Return the numbers of a Hugging Face checkpoint's model, cast to `dtype`.
 
     None: as they are, and in bfloat16 where the checkpoint is quantised.
     """
     found, stored, dtype = Numbers(), model_tensors(path), converted_dtype(path, dtype)
     coded = {name: each for name, each in stored.items() if isinstance(each, CodedTensor)}
-    for each in coded.values():
+    for name, each in coded.items():
+        if name.startswith(spec.carried):
+            continue
         found = found.plus(_cast(read_rows(each, 0, each.shape[0]), dtype))
     for file in sorted({each.file for each in stored.values()}):
         with safe_open(file, framework="pt") as tensors:  # pyright: ignore[reportUnknownVariableType]
             for name in tensors.keys():  # noqa: SIM118  (not a mapping)
-                unread = name.endswith(IGNORED) or (spec.tied and name == "lm_head.weight")
+                unread = name.endswith(IGNORED) or name.startswith(spec.carried)
+                unread |= spec.tied and name == "lm_head.weight"
                 if not unread and name in stored and name not in coded:
                     kept = name.endswith(_buffer_names(spec))
                     found = found.plus(_cast(tensors.get_tensor(name), None if kept else dtype))

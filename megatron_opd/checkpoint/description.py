@@ -12,6 +12,7 @@ import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -70,10 +71,17 @@ def copy_description(source: Path, target: Path, dtype: torch.dtype | None) -> N
     given = json.loads(file.read_text(encoding="utf-8"))
     config = without_format(given)
     if dtype is not None:
-        config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype)[len("torch.") :]
+        _name_dtype(config, dtype)
+        if isinstance(text := config.get("text_config"), dict):
+            config["text_config"] = _name_dtype(dict(text), dtype)
     if config == given:
         return  # byte for byte what it was
     file.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def _name_dtype(config: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtype)[len("torch.") :]
+    return config
 
 
 def described(source: Path) -> Iterator[str]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
+from megatron_opd.checkpoint.carried import carried_tensors, read_carried
 from megatron_opd.checkpoint.description import copy_description, put_template
 from megatron_opd.checkpoint.hf_files import check_complete, stored_tensors
 from megatron_opd.checkpoint.packing import packed
@@ -33,7 +35,7 @@ def export_hf(
     """Write `tensors`, cast to `dtype`, with the configuration and tokenizer of `source`.
 
     Buffers of the model (families.family.Row) stay in float32. What files of the family hold fused
-    is written fused.
+    is written fused. Tensors of `source` that no text goes through are written as they are.
 
     `target` appears complete or not at all; an earlier checkpoint there is replaced.
     max_file_bytes: a new safetensors file is begun before one would exceed it. may_name: called
@@ -46,7 +48,9 @@ def export_hf(
     shutil.rmtree(part, ignore_errors=True)
     part.mkdir(parents=True)
     spec = read_model_spec(source)
-    _write_tensors(packed(_cast(tensors, spec, dtype), places(spec)), part, max_file_bytes)
+    own = packed(_cast(tensors, spec, dtype), places(spec))
+    kept = read_carried(carried_tensors(source, spec))
+    _write_tensors(chain(own, kept), part, max_file_bytes)
     copy_description(source, part, dtype)
     if chat_template is not None:
         put_template(part, chat_template)

@@ -19,6 +19,7 @@ from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
 from megatron_opd.models.places import Place, places
 from megatron_opd.models.spec import ModelSpec
 from sglang_bridge.errors import some
+from sglang_bridge.language_models import PREFIX, PUBLISHED_PREFIX
 from sglang_bridge.weights.checkpoint_formats import CheckpointFormat
 
 INDEX = "model.safetensors.index.json"
@@ -256,8 +257,9 @@ def check_tensors(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: Pa
 def check_complete(tensors: Mapping[str, StoredTensor], spec: ModelSpec, path: Path) -> None:
     """Check that every tensor of the model is there with its shape, and none that would be unread.
 
-    Heads of other tasks, which no language model has, may lie beside them. ValueError names those
-    that are missing, misshapen or of no use, as files name them.
+    Heads of other tasks, which no language model has, may lie beside them, and what no text goes
+    through (checkpoint/carried.py). ValueError names those that are missing, misshapen or of no
+    use, as files name them.
     """
     wanted = files_tensors(tensors, spec)
     missing = [name for name in wanted if name not in tensors]
@@ -277,19 +279,22 @@ def files_tensors(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> dict[
 
 def check_tied(tensors: Mapping[str, StoredTensor], path: Path, *, tied: bool) -> None:
     """Raise ValueError when a tied model's own head, if one is stored, is not its embedding."""
-    if not tied or HEAD not in tensors or EMBEDDING not in tensors:
+    embedding = EMBEDDING.replace(PREFIX, PUBLISHED_PREFIX)
+    embedding = embedding if embedding in tensors else EMBEDDING
+    if not tied or HEAD not in tensors or embedding not in tensors:
         return
-    if not same_data(tensors[HEAD], tensors[EMBEDDING]):
+    if not same_data(tensors[HEAD], tensors[embedding]):
         raise ValueError(
-            f"{path}: {HEAD} must equal {EMBEDDING} when tie_word_embeddings is true, as "
+            f"{path}: {HEAD} must equal {embedding} when tie_word_embeddings is true, as "
             "transformers would use the one and SGLang and the learner the other: set "
             f"tie_word_embeddings to false to use {HEAD}, or leave it out of the checkpoint"
         )
 
 
 def unread_tensors(tensors: Mapping[str, StoredTensor], spec: ModelSpec) -> list[str]:
-    """List the tensors that nothing reads, without those that follow from config.json."""
+    """List the tensors that nothing reads or keeps, but for those that follow from config.json."""
     used = {*files_tensors(tensors, spec), *((HEAD,) if spec.tied else ())}
+    used |= {name for name in tensors if name.startswith(spec.carried)}
     return [name for name in tensors if name not in used and not name.endswith(IGNORED)]
 
 

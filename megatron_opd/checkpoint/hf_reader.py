@@ -133,6 +133,13 @@ def read_rows(stored: StoredTensor, start: int, length: int) -> torch.Tensor:
     return out
 
 
+def read_whole(stored: StoredTensor) -> torch.Tensor:
+    """Read a tensor, which may be a scalar. ValueError as read_rows."""
+    if stored.shape:
+        return read_rows(stored, 0, stored.shape[0])
+    return read_rows(replace(stored, shape=(1,)), 0, 1)[0]
+
+
 def _fp8_rows(stored: CodedTensor, numbers: torch.Tensor, start: int) -> torch.Tensor:
     """Return the rows that begin at `start`, de-quantised."""
     height = stored.format.block[0]

@@ -10,6 +10,13 @@ from typing import Any
 
 import torch
 
+from megatron_opd.checkpoint.carried import (
+    carried_bytes,
+    carried_tensors,
+    carried_units,
+    layout_of,
+    read_carried,
+)
 from megatron_opd.checkpoint.conversion import (
     CHECKSUMS,
     ConversionJob,
@@ -24,10 +31,9 @@ from megatron_opd.checkpoint.conversion import (
 )
 from megatron_opd.checkpoint.crew import Crew
 from megatron_opd.checkpoint.description import CONFIG, copy_description, put_template
-from megatron_opd.checkpoint.digest import entry_of
 from megatron_opd.checkpoint.hf_files import INDEX, SINGLE, file_tensors
-from megatron_opd.checkpoint.hf_reader import read_rows
-from megatron_opd.checkpoint.hf_writer import write_safetensors
+from megatron_opd.checkpoint.hf_reader import read_whole
+from megatron_opd.checkpoint.hf_writer import Layout, write_safetensors
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.checkpoint.packing import packed
 from megatron_opd.checkpoint.part_dir import PartDir
@@ -62,8 +68,9 @@ def megatron_to_hf(
     model: where config.json and the tokenizer are; None: in the source itself. chat_template: in
     place of the tokenizer's. end_ids: named in generation_config.json besides. Where the source
     holds checksums of the tensors that it was made of, they are compared. dtype: None keeps each
-    tensor's. ValueError, one line: the source is damaged or of another model, or holds what the
-    model has no place for, the target exists, the disk is full.
+    tensor's, as what no text goes through always does; where the source has none of that, it is
+    taken from `model`. ValueError, one line: the source is damaged or of another model, or holds
+    what the model has no place for, the target exists, the disk is full.
     """
     model = source if model is None else model
     spec = read_model_spec(model)
@@ -74,40 +81,42 @@ def megatron_to_hf(
     sizes = {key: bytes_of(spec, key, kind) for key, kind in kind_of.items()}
     where, units = places(spec), _units(spec, sizes, max_file_bytes)
     options = {"model": str(model.resolve()), "max_file_bytes": max_file_bytes}
-    plan = plan_of(source, dtype, chat_template=chat_template, end_ids=list(end_ids), **options)
-    part = PartDir(target, plan)
+    options |= {"chat_template": chat_template, "end_ids": list(end_ids)}
+    part = PartDir(target, plan_of(source, dtype, **options))
     checksums = _read_checksums(source)
+    carried = carried_tensors(source, spec) or carried_tensors(model, spec)
+    further = carried_units(carried, max_file_bytes)
+    unit_sizes = [sum(sizes[key] for key in unit) for unit in units]
+    unit_sizes += [carried_bytes(unit) for unit in further]
 
-    def write(unit: int) -> Record:
-        entries: dict[str, dict[str, str]] = {}
+    def checked(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        if name in checksums:
+            require_same(name, tensor, checksums[name], source)
+        return tensor
 
-        def tensors() -> Iterator[tuple[str, torch.Tensor]]:
-            for key in units[unit]:
-                for name, tensor in stored.hf_tensors(key).items():
-                    if name in checksums:
-                        require_same(name, tensor, checksums[name], source)
-                    yield name, tensor.to(kind_of[key])
-
-        def files() -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in packed(tensors(), wanted):
-                entries[name] = entry_of(tensor)
-                yield name, tensor
-
+    def of_unit(unit: int) -> tuple[Layout, Iterator[tuple[str, torch.Tensor]]]:
+        if unit >= len(units):
+            held = further[unit - len(units)]
+            return layout_of(held), ((n, checked(n, each)) for n, each in read_carried(held))
         kinds = {name: kind_of[key] for key in units[unit] for name in hf_shapes(spec, key)}
         wanted = {name: where[name] for name in kinds}
         layout = {where[name].name: (kind, where[name].shape) for name, kind in kinds.items()}
+        tensors = (
+            (name, checked(name, tensor).to(kind_of[key]))
+            for key in units[unit]
+            for name, tensor in stored.hf_tensors(key).items()
+        )
+        return layout, packed(tensors, wanted)
+
+    def write(unit: int) -> Record:
         file = SINGLE
-        if len(units) > 1:
-            file = f"model-{unit + 1:05d}-of-{len(units):05d}.safetensors"
-        write_safetensors(part.path / file, layout, files())
-        return {"file": file, "tensors": entries}
+        if len(unit_sizes) > 1:
+            file = f"model-{unit + 1:05d}-of-{len(unit_sizes):05d}.safetensors"
+        return {"file": file, "tensors": write_safetensors(part.path / file, *of_unit(unit))}
 
     def complete(records: list[Record]) -> None:
         if len(records) > 1:
-            weight_map = {name: r["file"] for r in records for name in r["tensors"]}
-            listing = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-            text = json.dumps(listing, indent=2) + "\n"
-            (part.path / INDEX).write_text(text, encoding="utf-8")
+            _write_index(part.path, records, sum(unit_sizes))
         kinds = set(kind_of.values())
         copy_description(model, part.path, kinds.pop() if len(kinds) == 1 else dtype)
         if chat_template is not None:
@@ -116,13 +125,18 @@ def megatron_to_hf(
 
     def read_back(_: int, record: Record) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in file_tensors(part.path / record["file"]).items():
-            yield name, read_rows(tensor, 0, tensor.shape[0])
+            yield name, read_whole(tensor)
 
-    unit_sizes = tuple(sum(sizes[key] for key in unit) for unit in units)
-    report = run(ConversionJob(part, unit_sizes, write, complete, read_back), crew)
+    report = run(ConversionJob(part, tuple(unit_sizes), write, complete, read_back), crew)
     stated = stored.heads_stated or (source / CONFIG).is_file()
     notes = () if stated else (f"{source} {HEADS_UNSTATED} {model / CONFIG}",)
     return replace(report, padding_rows=stored.padding_rows, notes=notes)
+
+
+def _write_index(path: Path, records: list[Record], total: int) -> None:
+    weight_map = {name: r["file"] for r in records for name in r["tensors"]}
+    listing = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (path / INDEX).write_text(json.dumps(listing, indent=2) + "\n", encoding="utf-8")
 
 
 def _units(spec: ModelSpec, sizes: Mapping[Key, int], limit: int) -> list[tuple[Key, ...]]:

@@ -8,6 +8,13 @@ from pathlib import Path
 
 import torch
 
+from megatron_opd.checkpoint.carried import (
+    CARRIED,
+    carried_bytes,
+    carried_tensors,
+    layout_of,
+    read_carried,
+)
 from megatron_opd.checkpoint.conversion import (
     CHECKSUMS,
     ConversionJob,
@@ -21,8 +28,9 @@ from megatron_opd.checkpoint.conversion import (
 )
 from megatron_opd.checkpoint.crew import Crew
 from megatron_opd.checkpoint.description import copy_description
-from megatron_opd.checkpoint.hf_files import check_tensors
+from megatron_opd.checkpoint.hf_files import check_tensors, file_tensors
 from megatron_opd.checkpoint.hf_reader import SafetensorsSource, converted_dtype
+from megatron_opd.checkpoint.hf_writer import write_safetensors
 from megatron_opd.checkpoint.megatron_reader import MegatronSource
 from megatron_opd.checkpoint.megatron_writer import Target, finish, write_unit
 from megatron_opd.checkpoint.part_dir import PartDir
@@ -47,15 +55,16 @@ def hf_to_megatron(
     """Write the Hugging Face checkpoint `source` as a Megatron distributed checkpoint.
 
     It loads at any layout; a rank of the layout `parallel` finds its pieces cut and in files of
-    their own. dtype: None keeps each tensor's, and makes bfloat16 of a quantised checkpoint.
-    ValueError, one line: the source is not whole or not of a known architecture, the target exists,
-    the disk is full.
+    their own. dtype: None keeps each tensor's, and makes bfloat16 of a quantised checkpoint. What
+    no text goes through is kept beside the model, see carried. ValueError, one line: the source is
+    not whole or not of a known architecture, the target exists, the disk is full.
     """
     dtype = converted_dtype(source, dtype)
     spec = read_model_spec(source)
     spec.check_parallel(parallel)
     tensors = SafetensorsSource(source, spec)
     check_tensors(tensors.tensors, spec, source)
+    carried = carried_tensors(source, spec)
     keys = list(model_keys(spec))
     sizes = {
         key: bytes_of(
@@ -67,31 +76,39 @@ def hf_to_megatron(
     }
     homes = [_home(spec, parallel, key) for key in keys]
     units = list(grouped(keys, sizes.values(), homes, unit_bytes))
-    layout = {"parallel": parallel.model_dump(), "unit_bytes": unit_bytes}
-    part = PartDir(target, plan_of(source, dtype, **layout))
+    options = {"parallel": parallel.model_dump(), "unit_bytes": unit_bytes}
+    part = PartDir(target, plan_of(source, dtype, **options))
     described = Target(spec, parallel, dtype)
     written: list[MegatronSource] = []  # opened once, when the units are complete
 
     def complete(records: list[Record]) -> None:
-        finish(part.path, records)
+        finish(part.path, records[: len(units)])
         listed = {name: entry for record in records for name, entry in record["tensors"].items()}
         (part.path / CHECKSUMS).write_text(json.dumps(listed, indent=0) + "\n", encoding="utf-8")
         copy_description(source, part.path, dtype)
 
+    def write(unit: int) -> Record:
+        if unit < len(units):
+            return write_unit(part.path, unit, units[unit], tensors, described)
+        return {
+            "tensors": write_safetensors(
+                part.path / CARRIED, layout_of(carried), read_carried(carried)
+            )
+        }
+
     def read_back(unit: int, _: Record) -> Iterator[tuple[str, torch.Tensor]]:
+        if unit == len(units):
+            yield from read_carried(file_tensors(part.path / CARRIED))
+            return
         if not written:
             written.append(MegatronSource(part.path, spec))
         for key in units[unit]:
             yield from written[0].hf_tensors(key).items()
 
-    job = ConversionJob(
-        part,
-        tuple(sum(sizes[key] for key in unit) for unit in units),
-        lambda unit: write_unit(part.path, unit, units[unit], tensors, described),
-        complete,
-        read_back,
-    )
-    return run(job, crew)
+    unit_sizes = [sum(sizes[key] for key in unit) for unit in units]
+    if carried:
+        unit_sizes.append(carried_bytes(carried))
+    return run(ConversionJob(part, tuple(unit_sizes), write, complete, read_back), crew)
 
 
 def _home(spec: ModelSpec, parallel: ParallelConfig, key: Key) -> int:

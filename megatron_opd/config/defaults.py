@@ -28,7 +28,10 @@ def has_experts(model: Path) -> bool:
         return False  # what is wrong with it is said when the model is read
     if not isinstance(found, dict):
         return False
-    counts = (cast(dict[str, Any], found).get(key) for key in EXPERTS)
+    config = cast(dict[str, Any], found)
+    text: Any = config.get("text_config")
+    read = cast(dict[str, Any], text) if isinstance(text, dict) else config
+    counts = (read.get(key) for key in EXPERTS)
     return any(isinstance(count, int) and count > 0 for count in counts)
 
 

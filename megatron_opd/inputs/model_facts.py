@@ -40,7 +40,7 @@ from megatron_opd.models.families.mixtral import MIXTRAL
 from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.file_kinds import ADAPTER, adapter_line, pointer_in, pointer_line
 from megatron_opd.models.hf_config import check_delta_nets
-from megatron_opd.models.spec import ModelSpec, read_config, read_model_spec
+from megatron_opd.models.spec import ModelSpec, read_model_spec, read_text_config
 from megatron_opd.models.values import MAX_COUNT
 from megatron_opd.sizing.served import ModelSize, TensorKind, kinds_of, size_of
 
@@ -249,7 +249,7 @@ def _read_raw(path: Path, key: str) -> dict[str, Any]:
     if pointer is not None:
         raise UserError(f"{key}: {pointer_line(pointer)}")
     try:
-        return read_config(path / "config.json")
+        return read_text_config(path / "config.json")
     except ValueError as error:
         raise UserError(f"{key}: {error}") from None
 

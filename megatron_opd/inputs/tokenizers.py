@@ -72,7 +72,8 @@ def _check_code(key: str, path: Path) -> None:
 def default_end(path: Path) -> Any:
     """Return the end token that transformers takes for a config.json that names none."""
     load = transformers_for_tokenizers().AutoConfig.from_pretrained
-    return load(path, local_files_only=True, trust_remote_code=False).eos_token_id
+    config = load(path, local_files_only=True, trust_remote_code=False)
+    return getattr(config, "eos_token_id", config.get_text_config().eos_token_id)
 
 
 def _check_ids(key: str, path: Path) -> None:

@@ -97,10 +97,13 @@ def unread_note(path: Path, key: str, spec: ModelSpec) -> str | None:
     """Return a line that names the tensors that no process reads; None: there are none."""
     if not has_weights(path):
         return None
-    unread = unread_tensors(model_tensors(path), spec)
-    if not unread:
-        return None
-    return f"{key}: {path} holds {some(unread)}, which nothing reads and no export will hold"
+    tensors = model_tensors(path)
+    lines: list[str] = []
+    if unread := unread_tensors(tensors, spec):
+        lines.append(f"{some(unread)}, which nothing reads and no export will hold")
+    if carried := [name for name in tensors if name.startswith(spec.carried)]:
+        lines.append(f"{some(carried)}, which no text goes through: exports hold them unchanged")
+    return f"{key}: {path} holds {'; and '.join(lines)}" if lines else None
 
 
 def check_format(path: Path, key: str, trust: Trust) -> None:

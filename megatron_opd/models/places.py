@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_opd.models.families.family import Family, Packed, Row
-from megatron_opd.models.families.keys import Key, hf_names, row_of
+from megatron_opd.models.families.family import Family, Packed, stack_name
+from megatron_opd.models.families.keys import Key, hf_names, layer_prefix, row_of
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import Shape, layer_rows, model_keys, row_shapes
+from sglang_bridge.language_models import PREFIX, PUBLISHED_PREFIX
 
 _ROUTER = "mlp.gate.weight"
 
@@ -53,8 +54,10 @@ def places(spec: ModelSpec, names: Collection[str] = ()) -> dict[str, Place]:
         row = row_of(spec.family, key)
         shapes = zip(row.hf, hf_names(spec.family, key), row_shapes(spec, row), strict=True)
         for template, name, shape in shapes:
-            own, packed = Place(name, shape, shape), packings.get(key.layer, {}).get(template, ())
-            ways = [_placed(each, key, template, shape) for each in packed]
+            packed = packings.get(key.layer, {}).get(template, ())
+            own = Place(_in_files(spec, name), shape, shape)
+            start = _in_files(spec, layer_prefix(key.layer))
+            ways = [_placed(each, key, template, shape, start) for each in packed]
             ways.insert(1 if packed and packed[0].packed in spec.family.packed else 0, own)
             found[name] = next((way for way in ways if way.name in names), ways[0])
     return found
@@ -110,22 +113,28 @@ def _in_memory(family: Family) -> Iterator[Packed]:
     published = {part for packed in family.packed for part in packed.parts}
     for row in family.layer:
         if row.expert and not published.intersection(row.hf):
-            yield Packed(_stack(row), row.hf, experts=True)
+            yield Packed(stack_name(row), row.hf, experts=True)
         elif row.mcore[0] == "mlp.router.weight" and row.hf != (_ROUTER,):
             yield Packed(_ROUTER, row.hf)
 
 
-def _stack(row: Row) -> str:
-    return f"mlp.experts.{'gate_up_proj' if row.fusion == 'gate_up' else 'down_proj'}"
+def _in_files(spec: ModelSpec, name: str) -> str:
+    """Return what files call a tensor of the model, or what its name begins with."""
+    if spec.published and name.startswith(PREFIX):
+        return PUBLISHED_PREFIX + name.removeprefix(PREFIX)
+    return name
 
 
-def _placed(packing: _Packing, key: Key, template: str, shape: Shape) -> Place:
-    """Return where the packed tensor holds the part `template` of a parameter."""
+def _placed(packing: _Packing, key: Key, template: str, shape: Shape, start: str) -> Place:
+    """Return where the packed tensor holds the part `template` of a parameter.
+
+    start: of the names of the layer's tensors in files.
+    """
     packed = packing.packed
     at = packed.parts.index(template)
     above = sum(packing.shapes[part][0] for part in packed.parts[:at])
     return Place(
-        f"model.layers.{key.layer}.{packed.name}",
+        start + packed.name,
         packing.shape,
         shape,
         key.expert if packed.experts else None,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_opd.config.schema import Config
-from megatron_opd.models.spec import read_config, read_model_spec
+from megatron_opd.models.spec import read_model_spec, read_text_config
 
 
 def num_shared_ids(config: Config) -> int | None:
@@ -26,7 +26,7 @@ def num_shared_ids(config: Config) -> int | None:
     least = rows
     for section in config.all_teachers.values():
         try:
-            theirs: Any = read_config(section.model / "config.json").get("vocab_size")
+            theirs: Any = read_text_config(section.model / "config.json").get("vocab_size")
         except ValueError:
             continue
         if type(theirs) is int and theirs > 0:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.config.wording import shown
 from megatron_opd.models.delta_net import DeltaNet
-from megatron_opd.models.families.family import Family
+from megatron_opd.models.families.family import Family, published_form
 from megatron_opd.models.families.table import family_of
 from megatron_opd.models.file_kinds import is_pointer, other_kind, pointer_line
 from megatron_opd.models.hf_config import complete
@@ -25,8 +25,10 @@ from megatron_opd.models.values import (
     read_number,
     read_positive,
 )
+from sglang_bridge.language_models import published_class, text_config
 
 _QUERIES = "query_pre_attn_scalar"
+_FURTHER = "num_nextn_predict_layers"
 _LIMIT = "swiglu_limit"
 
 
@@ -46,7 +48,9 @@ class ModelSpec:
     of a query and a key, and num_kv_heads num_heads; None: of the layer's input. delta_net: what
     delta_layers have instead of attention. query_scalar: by whose root products of queries and keys
     are divided; None: by that of head_dim. gate_limit: where gates and ups of experts are cut off,
-    of which then (up + 1) gate sigmoid(1.702 gate) is made; None: see Family.gelu.
+    of which then (up + 1) gate sigmoid(1.702 gate) is made; None: see Family.gelu. carried: starts
+    of names of tensors that no text goes through. published: files are of a class with other parts
+    besides, and have its names (sglang_bridge/language_models.py).
     """
 
     family: Family
@@ -81,6 +85,8 @@ class ModelSpec:
     delta_layers: tuple[bool, ...] = ()
     query_scalar: int | None = None
     gate_limit: float | None = None
+    carried: tuple[str, ...] = ()
+    published: bool = False
 
     @property
     def num_ids(self) -> int:
@@ -193,12 +199,24 @@ def read_config(path: Path) -> dict[str, Any]:
     return config
 
 
+def read_text_config(path: Path) -> dict[str, Any]:
+    """Read what the file `path` says of the language model. ValueError names what is wrong."""
+    config = read_config(path)
+    try:
+        return text_config(config)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
 def read_model_spec(model: Path) -> ModelSpec:
     """Read `model`/config.json. ValueError: missing, not JSON, or not a model that is known."""
     path = model / "config.json"
     config = read_config(path)
     try:
-        return _spec(config)
+        spec = _spec(text_config(config))
+        if published_class(config) is None:
+            return spec
+        return replace(spec, family=published_form(spec.family), published=True)
     except KeyError as error:
         raise ValueError(f"{path} lacks the key {error}") from None
     except ValueError as error:
@@ -251,8 +269,20 @@ def _spec(raw: dict[str, Any]) -> ModelSpec:
         **_delta_net(config, family),
         unturned=_unturned(config, family, layers),
         query_scalar=read_count(config, _QUERIES) if _QUERIES in family.defaults else None,
+        carried=_carried(config, family, layers),
         gate_limit=_gate_limit(config, family),
     )
+
+
+def _carried(config: dict[str, Any], family: Family, layers: int) -> tuple[str, ...]:
+    further = 0
+    if config.get(_FURTHER) is not None:
+        further = read_number(config, _FURTHER)
+    found: list[str] = []
+    for start in family.carried:
+        numbers = range(layers, layers + further) if "{next}" in start else (0,)
+        found += [start.replace("{next}", str(number)) for number in numbers]
+    return tuple(found)
 
 
 def _gate_limit(config: dict[str, Any], family: Family) -> float | None:

@@ -8,11 +8,13 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from megatron_opd.weight_sync.store import bound_store
+from sglang_bridge.weights import posting
 from sglang_bridge.weights.lanes import forget_lanes
 
 
@@ -48,15 +50,14 @@ def join(
         timeout=timedelta(seconds=timeout_s),
     )[0]
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
+    posting.meet(group, torch.device(buffer_device_type(backend)))
     return group
 
 
 def leave(group: dist.ProcessGroup) -> None:
     """Leave a group, also one that has failed; its other ranks notice at once."""
     forget_lanes(group)
-    if dist.get_backend(group) == "nccl":
-        group.abort()  # else it would wait for messages that no one takes
-    dist.destroy_process_group(group)
+    posting.leave(group)
 
 
 def buffer_device_type(backend: str) -> str:

@@ -33,6 +33,7 @@ from sglang_bridge.server.compat import (
     batches,
     delta_net,
     hooks,
+    language_models,
     mla,
     ranks,
     rotary,
@@ -84,6 +85,7 @@ def register() -> None:
     hooks.hook(hooks.SAMPLE, around_sample, "around")
     hooks.hook(hooks.LOAD_MODEL, loaded.around_load_model, "around")
     hooks.hook(hooks.LOAD_WEIGHTS, loaded.around_load_weights, "around")
+    hooks.hook(hooks.PARSE_CONFIG, language_models.around_parse, "around")
     hooks.hook(hooks.QUANT_CONFIG, around_quant_config, "around")
     if gates.kept():
         hooks.hook(hooks.EXPERT_RECORD, gates.around_record, "around")

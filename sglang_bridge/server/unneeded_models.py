@@ -11,6 +11,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_bridge.language_models import text_config
+
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
 """SGLang's own setting: names of model files, without .py, that it does not import."""
 FALLBACK = "transformers"
@@ -30,8 +32,8 @@ def unneeded(model: Path, arguments: Sequence[str]) -> tuple[str, ...]:
         return ()
     try:
         config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        names = [str(name) for name in config["architectures"]]
-    except (OSError, ValueError, KeyError, TypeError):
+        names = [str(name) for name in text_config(config)["architectures"]]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return ()  # SGLang says what is wrong with the model
     texts = {
         file.stem: file.read_text(encoding="utf-8")

@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 
 from sglang_bridge.weights.lanes import lanes_of
 from sglang_bridge.weights.legs import Inbox, Outbox, Rung
+from sglang_bridge.weights.posting import await_work, post_recv, post_send
 
 BUFFERS = 2
 IN_FLIGHT = 16
@@ -90,7 +91,7 @@ def send(
     by_group = [message for message in messages if message.peer not in lanes.takers]
     with (
         torch.no_grad(),
-        _Flight(by_group, device, packs_all=read is not as_it_is) as flight,
+        _Flight(group, by_group, device, packs_all=read is not as_it_is) as flight,
     ):
         for message, tag in _tagged(messages):
             if outbox is not None and message.peer in lanes.takers:
@@ -104,7 +105,7 @@ def send(
                 for place, view in zip(slot.places(), _read(message, read), strict=True):
                     place.copy_(view)
             with _with_peer(message.peer):
-                work = group.send([slot.wire], message.peer, tag)
+                work = post_send(group, slot.wire, message.peer, tag)
             flight.add(message.peer, work, partial(flight.free, slot))
         flight.end()
 
@@ -117,7 +118,7 @@ def receive(group: ProcessGroup, messages: Sequence[Message], device: torch.devi
     inboxes = _inboxes(group, messages)
     by_group = [message for message in messages if message.peer not in inboxes]
     nbytes: Counter[int] = Counter()
-    with torch.no_grad(), _Flight(by_group, device) as flight:
+    with torch.no_grad(), _Flight(group, by_group, device) as flight:
         for message, tag in _tagged(messages):
             peer = message.peer
             if peer in inboxes:
@@ -126,7 +127,7 @@ def receive(group: ProcessGroup, messages: Sequence[Message], device: torch.devi
                 continue
             slot = flight.slot(message)
             with _with_peer(peer):
-                work = group.recv([slot.wire], peer, tag)
+                work = post_recv(group, slot.wire, peer, tag)
             flight.add(peer, work, partial(flight.unpack, slot))
         flight.end()
         for peer, inbox in inboxes.items():
@@ -227,15 +228,15 @@ def relay(group: ProcessGroup, steps: Sequence[Message | PassedOn], device: torc
     receipts, sends = _tagged(arriving), _tagged(leaving)
     with (
         torch.no_grad(),
-        _Flight(arriving, device) as inward,
-        _Flight(leaving, device) as outward,
+        _Flight(group, arriving, device) as inward,
+        _Flight(group, leaving, device) as outward,
     ):
         for step in steps:
             if isinstance(step, Message):
                 message, tag = next(receipts)
                 slot = inward.slot(message)
                 with _with_peer(message.peer):
-                    work = group.recv([slot.wire], message.peer, tag)
+                    work = post_recv(group, slot.wire, message.peer, tag)
                 inward.add(message.peer, work, partial(inward.unpack, slot))
                 continue
             while inward.landed <= step.number:
@@ -246,7 +247,7 @@ def relay(group: ProcessGroup, steps: Sequence[Message | PassedOn], device: torc
                 for place, view in zip(slot.places(), message.views, strict=True):
                     place.copy_(view)
             with _with_peer(message.peer):
-                work = group.send([slot.wire], message.peer, tag)
+                work = post_send(group, slot.wire, message.peer, tag)
             outward.add(message.peer, work, partial(outward.free, slot))
         inward.end()
         outward.end()
@@ -281,9 +282,14 @@ class _Flight:
     """
 
     def __init__(
-        self, messages: Sequence[Message], device: torch.device, *, packs_all: bool = False
+        self,
+        group: ProcessGroup,
+        messages: Sequence[Message],
+        device: torch.device,
+        *,
+        packs_all: bool = False,
     ) -> None:
-        self._device = device
+        self._group, self._device = group, device
         self._packs_all = packs_all
         self._under_way: deque[tuple[int, Any, Callable[[], None]]] = deque()
         self.landed = 0
@@ -323,7 +329,7 @@ class _Flight:
         """Wait for the first that is on its way."""
         peer, work, landed = self._under_way.popleft()
         with _with_peer(peer):
-            work.wait()
+            await_work(self._group, work, self._device)
         self.landed += 1
         landed()
 

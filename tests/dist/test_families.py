@@ -17,7 +17,7 @@ from megatron_opd.config.learner import ParallelConfig
 from tests.dist import family_jobs, jobs, state_jobs
 from tests.dist.caches import make_batch
 from tests.dist.worlds import run_world
-from tests.support.delta_models import tiny_qwen3_5, tiny_qwen3_5_moe
+from tests.support.delta_models import published_qwen3_5_moe, tiny_qwen3_5
 from tests.support.figures import bounded, relative
 from tests.support.latent_models import (
     tiny_deepseek_v2,
@@ -73,9 +73,12 @@ MAKERS: dict[str, Any] = {
     # transformers normalises latents with 1e-6, whatever rms_norm_eps is
     "glm 4.7 flash": (tiny_glm4_moe_lite, {"num_hidden_layers": 2, "rms_norm_eps": 1e-6}),
     "qwen2 moe": (tiny_qwen2_moe, ODD | {"mlp_only_layers": [0]}),
-    "qwen3 moe": (tiny_qwen3_moe, ODD | {"mlp_only_layers": [0]}),
+    "qwen3 moe, yarn": (
+        tiny_qwen3_moe,
+        ODD | {"mlp_only_layers": [0], "rope_parameters": YARN_ROPE},
+    ),
     "qwen3.5": (tiny_qwen3_5, ODD),
-    "qwen3.5 moe": (tiny_qwen3_5_moe, {}),
+    "qwen3.5 moe": (published_qwen3_5_moe, {}),
     "qwen3.5 tied": (tiny_qwen3_5, TIED | ONE_KEY),
     "smollm3": (tiny_smollm3, ODD | TIED),
     "four layers": (tiny_qwen3_moe, TIED | {"mlp_only_layers": [1], "num_hidden_layers": 4}),
@@ -84,7 +87,15 @@ MAKERS: dict[str, Any] = {
 MEANT: dict[str, Any] = {
     "qwen3, yarn, biased": {"rope_parameters": YARN_ROPE | {"attention_factor": 0.8 * YARN_FACTOR}}
 }
-SPARSE = ("mixtral", "glm 4.5", "gpt-oss", "deepseek v3", "qwen2 moe", "qwen3 moe", "qwen3.5 moe")
+SPARSE = (
+    "mixtral",
+    "glm 4.5",
+    "gpt-oss",
+    "deepseek v3",
+    "qwen2 moe",
+    "qwen3 moe, yarn",
+    "qwen3.5 moe",
+)
 CONVERTED = (ParallelConfig(), ParallelConfig(tp=2, pp=2))  # cut for one layout, loaded at all
 SHARED = tuple(name for name in MAKERS if name != "gpt-oss")
 """Models of which ranks may share an expert, as they do in an expert-parallel group of one."""
@@ -117,11 +128,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         family_jobs.write_expected(
             found[name], reference_logits(found[name], **MEANT.get(name, {}))
         )
+        etp = None if name in SHARED else 1
         for index, parallel in enumerate(CONVERTED):
             hf_to_megatron(
                 found[name],
                 found[name] / f"megatron{index}",
-                parallel=parallel,
+                parallel=parallel.model_copy(update={"etp": etp}),
                 dtype=None,
                 crew=Crew(),
                 unit_bytes=100_000,
@@ -188,7 +200,9 @@ def test_a_padded_vocabulary_trains_as_one_without(
 def test_what_megatron_saves_stacked_becomes_the_same_tensors(
     models: dict[str, Path], tmp_path: Path
 ):
-    chosen = {str(i): models[name] for i, name in enumerate(("qwen2 tied, padded", "qwen3 moe"))}
+    chosen = {
+        str(i): models[name] for i, name in enumerate(("qwen2 tied, padded", "qwen3 moe, yarn"))
+    }
     metadata = {"singleton_local_shards": False}
     run_world(family_jobs.saved_by_megatron, 2, tmp_path, models=chosen, metadata=metadata)
     for name, model in chosen.items():

@@ -62,6 +62,7 @@ CASES = [
     ("gemma 3", "tp2 cp2"),
     ("gemma 3", "pp2 vpp2"),
     ("gpt-oss", "tp2 ep2"),
+    ("gpt-oss", "cp2"),
     ("gpt-oss", "pp2 vpp2"),
     ("gpt-oss", "dp2 ep2"),
     ("llama, biased, yarn", "tp2"),

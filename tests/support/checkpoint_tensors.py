@@ -11,10 +11,19 @@ from megatron_opd.models.spec import read_model_spec
 
 
 def checkpoint_tensors(model: Path) -> dict[str, torch.Tensor]:
-    """Everything of a checkpoint of one file; what the file holds fused is taken apart."""
-    found = load_file(model / "model.safetensors")
-    fused = {n: p for n, p in places(read_model_spec(model), found).items() if not p.is_whole}
-    apart = {name: part_of(found[place.name], place).contiguous() for name, place in fused.items()}
-    for name in {place.name for place in fused.values()}:
-        del found[name]
-    return found | apart
+    """Everything of a checkpoint of one file that text goes through.
+
+    What the file holds fused is taken apart.
+    """
+    found, spec = load_file(model / "model.safetensors"), read_model_spec(model)
+    own = {
+        name: found[place.name] if place.is_whole else part_of(found[place.name], place)
+        for name, place in places(spec, found).items()
+    }
+    used = {place.name for place in places(spec, found).values()}
+    others = {
+        name: each
+        for name, each in found.items()
+        if name not in used and not name.startswith(spec.carried)
+    }
+    return others | {name: each.contiguous() for name, each in own.items()}

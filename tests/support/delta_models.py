@@ -5,7 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from safetensors.torch import save_file
 from transformers import (
+    AutoModelForCausalLM,
     PreTrainedModel,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
@@ -52,6 +55,47 @@ def tiny_qwen3_5_moe(path: Path, **options: Any) -> Path:
     given = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     given |= {"shared_expert_intermediate_size": 32}
     return _written(path, Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, given, options)
+
+
+def published_qwen3_5_moe(path: Path, **options: Any) -> Path:
+    """Writes a random Qwen3.5-MoE checkpoint of the published class."""
+    return published_qwen3_5(tiny_qwen3_5_moe(path / "text", **options), path)
+
+
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+
+
+def published_qwen3_5(text: Path, path: Path) -> Path:
+    """Writes the checkpoint `text` as one of the published class: `path`, with a vision tower.
+
+    Experts are stacked, as in published files.
+    """
+    inner = json.loads((text / "config.json").read_text())
+    language = AutoModelForCausalLM.from_pretrained(text, dtype=torch.float32)
+    kind = type(language).__name__.removesuffix("ForCausalLM")
+    config = getattr(transformers, f"{kind}Config")(
+        text_config=inner, vision_config=VISION, tie_word_embeddings=inner["tie_word_embeddings"]
+    )
+    model = getattr(transformers, f"{kind}ForConditionalGeneration")(config).float()
+    _randomise(model, 11, 1.0)
+    model.model.language_model.load_state_dict(language.model.state_dict())
+    model.lm_head.load_state_dict(language.lm_head.state_dict())
+    _save(model, path, inner["vocab_size"])
+    outer = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(outer | {"text_config": inner}))
+    held = model.state_dict()
+    if inner["tie_word_embeddings"]:
+        del held["lm_head.weight"]
+    save_file(held, path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 def _written(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -30,4 +31,8 @@ def found_in(directory: Path, secrets: Sequence[str]) -> list[Path]:
 def all_arguments(pid: int) -> str:
     """The command lines of a process and its descendants, which every user may read."""
     root = psutil.Process(pid)
-    return "\n".join(" ".join(each.cmdline()) for each in (root, *root.children(recursive=True)))
+    lines: list[str] = []
+    for each in (root, *root.children(recursive=True)):
+        with suppress(psutil.NoSuchProcess):  # it has ended; ZombieProcess is one
+            lines.append(" ".join(each.cmdline()))
+    return "\n".join(lines)

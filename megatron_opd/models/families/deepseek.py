@@ -1,8 +1,8 @@
 """Describes DeepSeek-V2-Lite and V3, and what is built alike: Moonlight, Kimi-K2, GLM-4.7-Flash.
 
 Published files of V3 and GLM hold a layer of multi-token prediction besides, as layer
-num_hidden_layers. Neither transformers nor a server that drafts nothing reads it, and no export
-holds it.
+num_hidden_layers. Neither transformers nor a server that drafts nothing reads it; conversions and
+exports keep it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megatron_opd.models.families.family import (
     COMMON,
     DENSE_MLP,
     LATENT_ATTENTION,
+    NEXT_LAYERS,
     POST_NORM,
     Family,
     bias_row,
@@ -141,6 +142,7 @@ DEEPSEEK_V3 = Family(
     },
     reads=frozenset({"n_shared_experts"}),
     rope_types=("default", "yarn"),
+    carried=NEXT_LAYERS,
     check=_check_v3,
 )
 GLM4_MOE_LITE = replace(

@@ -250,7 +250,8 @@ class Family:
     this rope_theta where nothing names it. plain_window: they are never scaled. shares_heads:
     ranks of a server may share a key-value head. own_modules: SGLang runs transformers' modules.
     check: raises ValueError for a complete config.json that transformers and SGLang read
-    differently.
+    differently. carried: starts of names of tensors that no text goes through, which conversions
+    and exports keep; {next} stands for each of the num_nextn_predict_layers after the last.
     """
 
     name: str
@@ -288,6 +289,7 @@ class Family:
     plain_window: bool = False
     shares_heads: bool = True
     own_modules: bool = False
+    carried: tuple[str, ...] = ()
     check: Callable[[Mapping[str, Any]], None] | None = field(default=None, compare=False)
 
     @property
@@ -334,6 +336,21 @@ class Family:
         return replace(family, layer=layer, qkv_bias=True, o_bias=o_bias)
 
 
+def published_form(family: Family) -> Family:
+    """Return the family as files of a class with a vision tower have it: experts are stacked."""
+    stacks = tuple(
+        Packed(stack_name(row), row.hf, experts=True) for row in family.layer if row.expert
+    )
+    return replace(family, packed=stacks)
+
+
+def stack_name(row: Row) -> str:
+    """Return what transformers calls the stack of a row of experts."""
+    return f"mlp.experts.{'gate_up_proj' if row.fusion == 'gate_up' else 'down_proj'}"
+
+
+NEXT_LAYERS = ("model.layers.{next}.",)
+"""Layers of multi-token prediction as GLM and DeepSeek publish them."""
 COMMON: Mapping[str, Any] = {
     "hidden_act": "silu",
     "initializer_range": 0.02,

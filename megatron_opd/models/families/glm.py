@@ -1,7 +1,7 @@
 """Describes GLM-4.5 and GLM-4.6, mixtures of experts.
 
 Published files hold a layer of multi-token prediction besides, as layer num_hidden_layers. Neither
-transformers nor a server that drafts nothing reads it, and no export holds it.
+transformers nor a server that drafts nothing reads it; conversions and exports keep it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from megatron_opd.models.families.family import (
     ATTENTION,
     COMMON,
     DENSE_MLP,
+    NEXT_LAYERS,
     POST_NORM,
     QKV_BIAS,
     Family,
@@ -54,4 +55,5 @@ GLM4_MOE = Family(
     reads=frozenset({"n_shared_experts"}),
     optional_biases=(QKV_BIAS,),
     rotary_share=0.5,
+    carried=NEXT_LAYERS,
 )

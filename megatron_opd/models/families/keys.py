@@ -56,7 +56,12 @@ def row_of(family: Family, key: Key) -> Row:
     return (family.top if key.layer < 0 else family.layer)[key.row]
 
 
+def layer_prefix(layer: int) -> str:
+    """Return what the names of a layer's Hugging Face tensors begin with; nothing at top level."""
+    return "" if layer < 0 else f"model.layers.{layer}."
+
+
 def hf_names(family: Family, key: Key) -> tuple[str, ...]:
     """Return the Hugging Face tensors of a key, in fusion order."""
-    prefix = "" if key.layer < 0 else f"model.layers.{key.layer}."
+    prefix = layer_prefix(key.layer)
     return tuple(prefix + name.replace("{e}", str(key.expert)) for name in row_of(family, key).hf)

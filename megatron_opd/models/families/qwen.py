@@ -84,5 +84,6 @@ QWEN3_MOE = Family(
         "mlp_only_layers": None,
     },
     allowed=_WINDOW,
+    rope_types=(*ROPE_TYPES, "yarn"),
     window="limit",
 )

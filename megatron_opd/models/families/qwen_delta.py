@@ -16,6 +16,7 @@ from megatron_opd.models.families.family import (
     expert_rows,
     shared_expert_rows,
 )
+from sglang_bridge.language_models import VISION_PREFIX
 
 _MIXED = {
     **COMMON,
@@ -50,6 +51,7 @@ QWEN3_5 = Family(
     rope_types=("default",),
     # text has one position a token, so that all three of a section are the same
     rope_keys=frozenset({"mrope_section", "mrope_interleaved"}),
+    carried=("mtp.", VISION_PREFIX),
 )
 QWEN3_5_MOE = replace(
     QWEN3_5,

@@ -21,6 +21,7 @@ BATCH_INVARIANT = "sglang.srt.batch_invariant_ops.enable_batch_invariant_mode"
 LOAD_MODEL = "sglang.srt.model_loader.loader.DefaultModelLoader.load_model"
 LOAD_WEIGHTS = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only"
 QUANT_CONFIG = "sglang.srt.model_loader.loader._get_quantization_config"
+PARSE_CONFIG = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse"
 LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 SAMPLE = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
 # of servers on a CPU, alone
@@ -53,6 +54,7 @@ TARGETS = (
     LOGITS,
     SAMPLE,
     QUANT_CONFIG,
+    PARSE_CONFIG,
     LOAD_MODEL,
     LOAD_WEIGHTS,
     INIT_GROUP,

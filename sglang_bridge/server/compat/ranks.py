@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed
 
+from sglang_bridge.weights import posting
 from sglang_bridge.weights.lanes import forget_lanes
 
 
@@ -142,12 +143,15 @@ def leave_update_group(runner: Any, name: str) -> None:
     group = runner.weight_updater._model_update_group.pop(name, None)
     if group is not None:
         forget_lanes(group)
-        torch.distributed.destroy_process_group(group)
+        posting.leave(group)
 
 
 @contextmanager
 def process_group_timeout(seconds: float) -> Iterator[None]:
-    """Gives process groups that are made inside a timeout shorter than torch's 30 minutes."""
+    """Gives process groups that are made inside a timeout shorter than torch's 30 minutes.
+
+    With NCCL it also forms the communicator of each, as the learner's ranks do when they join.
+    """
     import datetime
 
     from sglang.srt.model_executor.model_runner_components import weight_updater
@@ -155,7 +159,9 @@ def process_group_timeout(seconds: float) -> Iterator[None]:
     original = weight_updater.init_custom_process_group
 
     def with_timeout(**kwargs: Any) -> Any:
-        return original(**kwargs, timeout=datetime.timedelta(seconds=seconds))
+        group = original(**kwargs, timeout=datetime.timedelta(seconds=seconds))
+        posting.meet(group, torch.device("cuda"))
+        return group
 
     weight_updater.init_custom_process_group = with_timeout
     try:

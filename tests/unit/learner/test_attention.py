@@ -23,31 +23,41 @@ from megatron_opd.models.rope import Rope
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 
 
-def attention(window: int | None) -> PackedAttention:
+def attention(window: int | None, sinks: torch.nn.Parameter | None) -> PackedAttention:
     module = PackedAttention.__new__(PackedAttention)
     torch.nn.Module.__init__(module)
     module.scale = 1 / math.sqrt(SIZE)
     module.window = window
+    module.register_parameter("softmax_offset", sinks)
     return module
 
 
 def slow_attention(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, window: int | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    window: int | None,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One segment, [L, heads, d], position by position."""
+    """One segment, [L, heads, d], position by position. sinks: [heads]."""
     out = torch.zeros_like(q)
     for position in range(len(q)):
         for head in range(HEADS):
             shared = head // (HEADS // KV_HEADS)
             seen = slice(max(0, position + 1 - (window or len(q))), position + 1)
             scores = k[seen, shared] @ q[position, head] / math.sqrt(SIZE)
-            out[position, head] = scores.softmax(0) @ v[seen, shared]
+            sink = scores[:0] if sinks is None else sinks[head : head + 1]
+            shares = torch.cat([scores, sink]).softmax(0)[: len(scores)]
+            out[position, head] = shares @ v[seen, shared]
     return out.flatten(1)
 
 
+@pytest.mark.parametrize("has_sinks", [False, True])
 @pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("lengths", [(5,), (3, 4, 5), (1, 1), (20, 1, 1, 1, 2)])
-def test_packed_attention_sees_its_own_segment_only(lengths: tuple[int, ...], window: int | None):
+def test_packed_attention_sees_its_own_segment_only(
+    lengths: tuple[int, ...], window: int | None, has_sinks: bool
+):
     generator = torch.Generator().manual_seed(0)
     shape = (sum(lengths), 1)
     q, k, v = (
@@ -56,13 +66,16 @@ def test_packed_attention_sees_its_own_segment_only(lengths: tuple[int, ...], wi
     )
     packing = Packing.of(lengths, torch.device("cpu"))
     assert (packing.keys.padded_S is None) == (len(lengths) == 5), "both paths must be covered"
-    out = attention(window)(q, k, v, packed_seq_params=packing)
+    drawn = torch.randn(HEADS, generator=generator, dtype=torch.float64)
+    sinks = torch.nn.Parameter(drawn) if has_sinks else None
+    out = attention(window, sinks)(q, k, v, packed_seq_params=packing)
     parts = zip(*(x[:, 0].split(lengths) for x in (q, k, v)), strict=True)
-    expected = torch.cat([slow_attention(*part, window) for part in parts])[:, None]
+    expected = torch.cat([slow_attention(*part, window, sinks) for part in parts])[:, None]
     torch.testing.assert_close(out, expected)
     probe = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-    got = torch.autograd.grad((out * probe).sum(), (q, k, v))
-    wanted = torch.autograd.grad((expected * probe).sum(), (q, k, v))
+    inputs = (q, k, v) if sinks is None else (q, k, v, sinks)
+    got = torch.autograd.grad((out * probe).sum(), inputs)
+    wanted = torch.autograd.grad((expected * probe).sum(), inputs)
     for ours, theirs in zip(got, wanted, strict=True):
         torch.testing.assert_close(ours, theirs)
 

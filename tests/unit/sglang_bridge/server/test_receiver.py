@@ -56,6 +56,9 @@ class Arrivals:
         self.asked: list[tuple[int, int, int]] = []
         self.fails, self.until = fails, until
 
+    def name(self) -> str:
+        return "gloo"
+
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> Any:
         if self.fails:
             raise RuntimeError("silent")

@@ -230,6 +230,9 @@ class Late:
         self.tags: list[tuple[int, int]] = []
         self._kind = ""
 
+    def name(self) -> str:
+        return "gloo"
+
     def _start(self, tensors: Sequence[torch.Tensor], peer: int, tag: int) -> Any:
         (tensor,) = tensors
         assert all(tensor.data_ptr() != other.data_ptr() for other in self.under_way), "in use"
