@@ -75,9 +75,10 @@ def test_a_synced_server_computes_as_transformers(name: str, tmp_path: Path):
 
     with running(tiny_spec(model, "student", tp=2), tmp_path / "log") as server:
         before, digests, replies = asyncio.run(run(server.url))
+    spec = read_model_spec(model)
     planned = {
         (rank, part.name, part.dim, part.start, part.length)
-        for part in server_holdings(read_model_spec(model), tp=2, ep=1)
+        for part in server_holdings(spec, tp=2, ep=1)
         for rank in part.ranks
     }
     held = {(piece.rank, piece.hf_name, piece.dim, piece.start, piece.length) for piece in digests}
@@ -88,7 +89,7 @@ def test_a_synced_server_computes_as_transformers(name: str, tmp_path: Path):
     reference = load_reference(model)
     error = span_error(reference, requests[0], before, 0, len(before.output_ids_T))
     bounded("servers of families: draws as loaded (nats)", error, TOLERANCE, name)
-    files = dict(packed(changed.items(), places(read_model_spec(model))))
+    files = dict(packed(changed.items(), places(spec)))
     missing = reference.load_state_dict(files, strict=False).missing_keys
     assert set(missing) <= {"lm_head.weight"}, "what is tied has one name in files"
     for request, reply in zip(requests[1:], replies, strict=True):
