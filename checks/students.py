@@ -84,7 +84,7 @@ def measure(options: Sequence[str] = ()) -> dict[str, Any]:
 
 def measured(name: str, student: Student, base: Path) -> dict[str, Any]:
     """The row of one family."""
-    model = student.make(base / "model", seed=3, head_std=1.0, **student.fields)
+    model = student.make(base / "model", seed=student.seed, head_std=1.0, **student.fields)
     spec = read_model_spec(model)
     row: dict[str, Any] = {
         "name": name,

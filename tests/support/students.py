@@ -32,11 +32,15 @@ SPARSE = ("tp2 ep2", "pp2", "cp2", "dp2 ep2")
 
 @dataclass(frozen=True)
 class Student:
-    """A checkpoint to be made by `make`, with `fields`, and the layouts of its updates."""
+    """A checkpoint to be made by `make`, with `fields`, and the layouts of its updates.
+
+    seed: one with which every tensor counts: biases that choose experts may be too small.
+    """
 
     make: Callable[..., Path]
     fields: Mapping[str, Any] = field(default_factory=dict[str, Any])
     layouts: tuple[str, ...] = DENSE
+    seed: int = 3
 
 
 WINDOW = {"sliding_window": 7}
@@ -44,7 +48,7 @@ STUDENTS: Mapping[str, Student] = {
     "deepseek_v2": Student(tiny_deepseek_v2, {"num_hidden_layers": 2}, SPARSE),
     "deepseek_v3": Student(tiny_deepseek_v3, {"num_hidden_layers": 2}, SPARSE),
     "gemma3_text": Student(tiny_gemma3, WINDOW),
-    "glm4_moe": Student(tiny_glm4_moe, {"num_hidden_layers": 4}, SPARSE),
+    "glm4_moe": Student(tiny_glm4_moe, {"num_hidden_layers": 4}, SPARSE, seed=4),
     # transformers normalises latents with 1e-6, whatever rms_norm_eps is
     "glm4_moe_lite": Student(
         tiny_glm4_moe_lite, {"num_hidden_layers": 2, "rms_norm_eps": 1e-6}, SPARSE
