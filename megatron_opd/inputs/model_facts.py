@@ -36,6 +36,7 @@ from megatron_opd.inputs.served_rules import (
 )
 from megatron_opd.inputs.weights import check_format, has_weights, served_tensors
 from megatron_opd.models.delta_net import DeltaNet
+from megatron_opd.models.families.minimax import MINIMAX_M2, check_minimax_m2
 from megatron_opd.models.families.mixtral import MIXTRAL
 from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.file_kinds import ADAPTER, adapter_line, pointer_in, pointer_line
@@ -165,6 +166,8 @@ def read_served(path: Path, key: str, trust: Trust = "measured") -> ServedFacts:
         check_keys(raw)
         if raw.get("model_type") == MIXTRAL.name:
             _check_mixtral(raw, numbers)
+        if raw.get("model_type") == MINIMAX_M2.name:
+            check_minimax_m2(raw)
         exact = exact_up_to(raw)
     except KeyError as error:
         raise UserError(f"{key}: {where} lacks the key {error}") from None

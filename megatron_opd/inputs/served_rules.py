@@ -142,6 +142,9 @@ MEASURED |= {
     ),
 }
 MEASURED |= {
+    "MiniMaxM2ForCausalLM": ServedArchitecture(
+        "minimax_m2", "MiniMax-M2", fixed=_UNTIED, partial=True
+    ),
     "GptOssForCausalLM": ServedArchitecture(
         "gpt_oss",
         "gpt-oss",

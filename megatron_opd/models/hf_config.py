@@ -178,6 +178,8 @@ def rope_parameters(
         )
     rope.setdefault("original_max_position_embeddings", config["max_position_embeddings"])
     share = config.get("partial_rotary_factor", family.rotary_share or 1)
+    if family.rotary_dim and "rotary_dim" in config:
+        share = config["rotary_dim"] / config["head_dim"]
     if rope.setdefault("partial_rotary_factor", share) != 1 and family.rotary_share is None:
         raise ValueError(
             "partial_rotary_factor must be 1: every feature of a head is rotated, got "

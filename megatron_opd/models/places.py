@@ -12,11 +12,10 @@ from dataclasses import dataclass
 
 from megatron_opd.models.families.family import Family, Packed, stack_name
 from megatron_opd.models.families.keys import Key, hf_names, layer_prefix, row_of
+from megatron_opd.models.families.mixtral import BLOCK
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import Shape, layer_rows, model_keys, row_shapes
 from sglang_bridge.language_models import PREFIX, PUBLISHED_PREFIX
-
-_ROUTER = "mlp.gate.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +113,8 @@ def _in_memory(family: Family) -> Iterator[Packed]:
     for row in family.layer:
         if row.expert and not published.intersection(row.hf):
             yield Packed(stack_name(row), row.hf, experts=True)
-        elif row.mcore[0] == "mlp.router.weight" and row.hf != (_ROUTER,):
-            yield Packed(_ROUTER, row.hf)
+        elif row.hf[0].startswith(f"{BLOCK}."):
+            yield Packed(f"mlp{row.hf[0].removeprefix(BLOCK)}", row.hf)
 
 
 def _in_files(spec: ModelSpec, name: str) -> str:

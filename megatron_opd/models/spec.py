@@ -353,7 +353,7 @@ def _windows(config: dict[str, Any], family: Family, layers: int, rope: Rope) ->
     window = read_count(config, "sliding_window")
     if family.window == "limit":
         return {"window_limit": window}
-    every = 4  # transformers' default of families without a key
+    every = family.window_every
     if "sliding_window_pattern" in family.defaults and not config.get("layer_types"):
         every = read_count(config, "sliding_window_pattern")
     kinds = config.get("layer_types") or [

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import Any
 
 from megatron_opd.config.learner import ParallelConfig
-from megatron_opd.models.families.family import KEY_NORM, Row
+from megatron_opd.models.families.family import KEY_NORM, QK_NORM, Row
 from megatron_opd.models.families.keys import Key, hf_names, row_of
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import Shape, fused_parts, model_keys, row_shapes
@@ -129,7 +129,8 @@ def server_holdings(spec: ModelSpec, tp: int, ep: int) -> Iterator[Held]:
         names, shapes = hf_names(spec.family, key), row_shapes(spec, row)
         for place, (name, shape) in enumerate(zip(names, shapes, strict=True)):
             dim = row.dim or 0
-            whole = row.dim is None and not row.expert
+            split_norm = spec.family.split_norms and row in QK_NORM
+            whole = row.dim is None and not row.expert and not split_norm
             if whole or (row.vocab and spec.family.scaled_embedding):
                 yield Held(name, shape, 0, 0, shape[0], everyone, _kind(row))
                 continue

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from sglang_bridge import wire
-from sglang_bridge.server.compat import delta_net, sinks
+from sglang_bridge.server.compat import delta_net, qk_norm, sinks
 from sglang_bridge.weights.digest import as_text, slice_digest
 from sglang_bridge.weights.formats import HELD_AS, PLAIN_BYTES, scales_of
 
@@ -158,6 +158,9 @@ def _own_pieces(
         if length:  # a rank may hold padding alone
             start = shard.org_vocab_start_index
             yield Piece(f"{owner}.{leaf}", 0, start, length, data.narrow(0, 0, length))
+    elif type(module).__name__ == qk_norm.NORM:
+        start = qk_norm.first(module)
+        yield Piece(f"{owner}.{leaf}", 0, start, data.shape[0], data)
     elif isinstance(module, FusedMoE):
         yield from _experts(module, owner, leaf, data)
     elif data.ndim == 1 or _is_whole(module, linear):
@@ -242,7 +245,7 @@ def _experts(module: Any, owner: str, leaf: str, data: torch.Tensor) -> Iterator
         raise TypeError(f"{owner}: fused shared experts are not supported")
     _require_plain(module, owner)
     first = module.moe_ep_rank * data.shape[0]
-    # Mixtral's checkpoints have names of their own for the three matrices of an expert.
+    # Mixtral's and MiniMax's files have names of their own for the three matrices of an expert.
     mixtral = ".block_sparse_moe." in f".{owner}."
     gate, up, down = ("w1", "w3", "w2") if mixtral else ("gate_proj", "up_proj", "down_proj")
     for local in range(data.shape[0]):

@@ -35,6 +35,7 @@ from sglang_bridge.server.compat import (
     hooks,
     language_models,
     mla,
+    qk_norm,
     ranks,
     rotary,
     sinks,
@@ -104,6 +105,7 @@ def install_observer(result: None, runner: Any, *args: Any, **kwargs: Any) -> No
     if not torch.cuda.is_available():
         mla.always_absorb()
         delta_net.answer_in_torch()
+        qk_norm.answer_in_torch()
     rotary.store_apart(runner.model)
     if ranks.is_deterministic() and not torch.cuda.is_available():
         named = runner.model.named_parameters()

@@ -174,7 +174,16 @@ def per_expert(model: torch.nn.Module) -> dict[str, torch.Tensor]:
                 found[f"{base}{expert}.down_proj.weight"] = part
         else:
             found[name] = value
+    if model.config.model_type in ("minimax_m2", "mixtral"):
+        return {published(name): value for name, value in found.items()}
     return found
+
+
+def published(name: str) -> str:
+    """What files of Mixtral and MiniMax call a tensor."""
+    for held, said in (("mlp", "block_sparse_moe"), ("gate_proj", "w1"), ("up_proj", "w3")):
+        name = name.replace(f".{held}.", f".{said}.")
+    return name.replace(".down_proj.", ".w2.")
 
 
 def inputs(batch: Batch) -> list[int]:

@@ -32,6 +32,7 @@ from tests.support.models import (
     tiny_glm4_moe,
     tiny_gpt_oss,
     tiny_llama,
+    tiny_minimax_m2,
     tiny_mistral,
     tiny_mixtral,
     tiny_olmo2,
@@ -68,6 +69,7 @@ MAKERS: dict[str, Any] = {
     "phi 4": (tiny_phi3, ODD | {"sliding_window": 97}),
     "glm 4.5": (tiny_glm4_moe, ODD | {"num_hidden_layers": 4}),
     "gpt-oss": (tiny_gpt_oss, ODD),
+    "minimax m2": (tiny_minimax_m2, ODD | ONE_KEY),
     "deepseek v2": (tiny_deepseek_v2, ODD | {"num_hidden_layers": 2}),
     "deepseek v3": (tiny_deepseek_v3, ODD | {"num_hidden_layers": 2}),
     # transformers normalises latents with 1e-6, whatever rms_norm_eps is
@@ -91,6 +93,7 @@ SPARSE = (
     "mixtral",
     "glm 4.5",
     "gpt-oss",
+    "minimax m2",
     "deepseek v3",
     "qwen2 moe",
     "qwen3 moe, yarn",

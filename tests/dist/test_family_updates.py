@@ -19,6 +19,7 @@ from tests.support.models import (
     tiny_glm4_moe,
     tiny_gpt_oss,
     tiny_llama,
+    tiny_minimax_m2,
     tiny_olmo3,
     tiny_phi3,
     tiny_qwen2_moe,
@@ -43,6 +44,8 @@ MODELS: dict[str, tuple[Callable[..., Path], dict[str, Any]]] = {
     "gemma 3": (tiny_gemma3, {"sliding_window": 7}),
     # sinks, windows, a bias in every linear layer, gates that are cut off
     "gpt-oss": (tiny_gpt_oss, {"sliding_window": 7}),
+    # norms over the heads of both ranks beside experts, of which a part of a head turns
+    "minimax m2": (tiny_minimax_m2, {}),
     # the output projection's bias is added once
     "llama, biased, yarn": (tiny_llama, {"attention_bias": True, "rope_parameters": YARN_ROPE}),
 }
@@ -65,6 +68,8 @@ CASES = [
     ("gpt-oss", "cp2"),
     ("gpt-oss", "pp2 vpp2"),
     ("gpt-oss", "dp2 ep2"),
+    ("minimax m2", "tp2 ep2"),
+    ("minimax m2", "dp2 ep2"),
     ("llama, biased, yarn", "tp2"),
 ]
 Made = tuple[Path, list[Batch], list[dict[str, Any]], Path]

@@ -273,6 +273,22 @@ GPT_OSS = TinyFamily(
     written={"experts_per_token": 2, "initial_context_length": ORIGINAL},
 )
 
+MINIMAX_M2 = TinyFamily(
+    "MiniMaxM2Config",
+    "MiniMaxM2ForCausalLM",
+    {
+        "intermediate_size": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+    },
+    written={"num_mtp_modules": 3, "partial_rotary_factor": None},
+)
+
 
 def with_ropes(name: str, family: TinyFamily, *kinds: str) -> dict[str, TinyFamily]:
     """A family by its name, and once more for each further type of rotary positions."""
@@ -321,6 +337,7 @@ SERVED: Mapping[str, TinyFamily] = {
     "Gemma 3 text": GEMMA3,
     "Gemma 3 text, default": GEMMA3.saying(rope_scaling=None),
     "gpt-oss": GPT_OSS,
+    "MiniMax-M2": MINIMAX_M2,
     "gpt-oss, truncated yarn": GPT_OSS.with_fields(**rope(**YARN)),
 }
 """What SGLang serves rightly, by what it is called."""
@@ -384,6 +401,10 @@ MISSERVED: Mapping[str, tuple[TinyFamily, str]] = {
     "Granite 3, attention_bias": (
         GRANITE.with_fields(attention_bias=True),
         "attention_bias must be",
+    ),
+    "MiniMax-M2, partial_rotary_factor": (
+        MINIMAX_M2.saying(partial_rotary_factor=1.0),
+        "partial_rotary_factor must be left out",
     ),
     "gpt-oss, swiglu_alpha": (GPT_OSS.with_fields(swiglu_alpha=1.0), "swiglu_alpha must be"),
 }

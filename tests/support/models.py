@@ -20,6 +20,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MiniMaxM2Config,
+    MiniMaxM2ForCausalLM,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -265,6 +267,36 @@ def tiny_gpt_oss(path: Path, *, seed: int = 0, head_std: float = 2.0, **override
     of_files = {"experts_per_token": config.num_experts_per_tok, "initial_context_length": 64}
     written |= of_files | {"rope_theta": rope.pop("rope_theta"), "rope_scaling": rope}
     file.write_text(json.dumps(written))
+    return path
+
+
+def tiny_minimax_m2(
+    path: Path, *, seed: int = 0, head_std: float = 2.0, **overrides: object
+) -> Path:
+    """Writes a random MiniMax-M2 checkpoint (float32, 4 experts, top-2) to `path` and returns it.
+
+    Half of a head turns; config.json has the keys of published ones.
+    """
+    sizes: dict[str, object] = {
+        "intermediate_size": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "rotary_dim": 8,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "use_routing_bias": True,
+        "scoring_func": "sigmoid",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6},
+    }
+    config = MiniMaxM2Config(**_without_attention_bias(sizes | overrides))
+    model = MiniMaxM2ForCausalLM(config).float()
+    _randomise(model, seed, head_std)
+    _bias_choices(model, seed)
+    _save(model, path, config.vocab_size)
+    file = path / "config.json"
+    written = json.loads(file.read_text())
+    theta = written.pop("rope_parameters")["rope_theta"]
+    file.write_text(json.dumps(written | {"rope_theta": theta, "num_mtp_modules": 3}))
     return path
 
 

@@ -223,15 +223,15 @@ class Family:
     """Describes an architecture: `top` holds tensors outside the layers, `layer` those inside.
 
     name: config.json's model_type. architecture: its class in transformers. qk_norm: queries and
-    keys are normalised per head, with norms_all_heads over all heads together. pre_norm: norms
-    stand before attention and MLP; post_norm: after them, before the sum. qkv_bias: queries, keys
-    and values have a bias; o_bias: so has the output projection. moe: it has experts.
-    expert_ffn_key: config.json's key of their size. experts_keys: those of their number: the
-    class's own, and one that transformers takes for it. sums_topk_to_one: the router always scales
-    the chosen experts' weights to a sum of one, which other families' norm_topk_prob tells.
-    end_token: what transformers takes for a config.json without eos_token_id. heads_fill_hidden:
-    transformers wants num_attention_heads to divide hidden_size. packed: tensors in which published
-    files, and so exports, hold several.
+    keys are normalised per head, with norms_all_heads over all heads together; split_norms: each
+    server's rank holds the weights of its heads alone. pre_norm: norms stand before attention and
+    MLP; post_norm: after them, before the sum. qkv_bias: queries, keys and values have a bias;
+    o_bias: so has the output projection. moe: it has experts. expert_ffn_key: config.json's key of
+    their size. experts_keys: those of their number: the class's own, and one that transformers
+    takes for it. sums_topk_to_one: the router always scales the chosen experts' weights to a sum of
+    one, which other families' norm_topk_prob tells. end_token: what transformers takes for a
+    config.json without eos_token_id. heads_fill_hidden: transformers wants num_attention_heads to
+    divide hidden_size. packed: tensors in which published files, and so exports, hold several.
 
     defaults: what transformers takes for a key that is absent. null is another matter: where it is
     no value of the key, transformers refuses the file. optional_biases: those that attention_bias
@@ -240,13 +240,15 @@ class Family:
     those of hf_config.ONE_SIDED. reads: keys of that table of which all of them read every value.
     rope_types: rotary positions that all of them know. rotary_share: default of
     partial_rotary_factor; None: all of them turn every feature of a head, and it is 1.
+    rotary_dim: a key of this name counts the features that turn.
     rope_keys: further rotary settings, without effect on text. interleaved: rotary positions turn
     neighbours, not a feature of either half. zero_centred_norms: a norm multiplies by 1 + weight.
     output_gate: the query projection makes a gate of each head's output too. gelu: what gates is
     GELU by its tanh formula, not SiLU. scaled_embedding: embeddings are multiplied by the root of
     hidden_size, and each rank of a server holds them all. window: what
     sliding_window does, nothing; it limits the context, as SGLang ignores it; or layer_types says
-    where it is. window_theta: rotary positions of windowed layers have settings of their own, and
+    where it is. window_every: of so many layers the last has none, where no key of config.json
+    says so. window_theta: rotary positions of windowed layers have settings of their own, and
     this rope_theta where nothing names it. plain_window: they are never scaled. shares_heads:
     ranks of a server may share a key-value head. own_modules: SGLang runs transformers' modules.
     check: raises ValueError for a complete config.json that transformers and SGLang read
@@ -259,6 +261,7 @@ class Family:
     layer: tuple[Row, ...]
     qk_norm: bool = False
     norms_all_heads: bool = False
+    split_norms: bool = False
     pre_norm: bool = True
     post_norm: bool = False
     qkv_bias: bool = False
@@ -278,6 +281,7 @@ class Family:
     reads: frozenset[str] = frozenset()
     rope_types: tuple[str, ...] = ROPE_TYPES
     rotary_share: float | None = None
+    rotary_dim: bool = False
     rope_keys: frozenset[str] = frozenset()
     interleaved: bool = False
     zero_centred_norms: bool = False
@@ -285,6 +289,7 @@ class Family:
     gelu: bool = False
     scaled_embedding: bool = False
     window: Window = "none"
+    window_every: int = 4
     window_theta: float | None = None
     plain_window: bool = False
     shares_heads: bool = True

@@ -73,7 +73,6 @@ GPT_OSS = Family(
         "num_local_experts": 128,
         "intermediate_size": 2880,
         "sliding_window": 128,
-        "sliding_window_pattern": 2,
         "swiglu_alpha": 1.702,
         "swiglu_limit": 7.0,
     },
@@ -81,4 +80,5 @@ GPT_OSS = Family(
     theta=150000.0,
     rope_types=("yarn",),
     window="layers",
+    window_every=2,
 )

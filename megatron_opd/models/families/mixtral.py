@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from megatron_opd.models.families.family import ATTENTION, COMMON, POST_NORM, Family, expert_rows
 
-_EXPERTS = expert_rows("block_sparse_moe.gate", "block_sparse_moe.experts.{e}", "w1", "w3", "w2")
+BLOCK = "block_sparse_moe"
+"""What files of Mixtral and MiniMax call what transformers calls mlp."""
+_EXPERTS = expert_rows(f"{BLOCK}.gate", f"{BLOCK}.experts.{{e}}", "w1", "w3", "w2")
 
 MIXTRAL = Family(
     "mixtral",

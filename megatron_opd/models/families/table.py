@@ -8,6 +8,7 @@ from megatron_opd.models.families.gemma import GEMMA3_TEXT
 from megatron_opd.models.families.glm import GLM4_MOE
 from megatron_opd.models.families.gpt_oss import GPT_OSS
 from megatron_opd.models.families.llama import LLAMA
+from megatron_opd.models.families.minimax import MINIMAX_M2
 from megatron_opd.models.families.mistral import MISTRAL
 from megatron_opd.models.families.mixtral import MIXTRAL
 from megatron_opd.models.families.olmo import OLMO2, OLMO3
@@ -19,7 +20,7 @@ from megatron_opd.models.families.smollm import SMOLLM3
 _DENSE = (GEMMA3_TEXT, LLAMA, MISTRAL, OLMO2, OLMO3, PHI3, SMOLLM3)
 _QWEN = (QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE)
 _LATENT = (DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE)
-_MIXTURES = (GLM4_MOE, GPT_OSS, MIXTRAL)
+_MIXTURES = (GLM4_MOE, GPT_OSS, MINIMAX_M2, MIXTRAL)
 FAMILIES = {family.name: family for family in (*_DENSE, *_MIXTURES, *_QWEN, *_LATENT)}
 
 

@@ -41,6 +41,7 @@ ROPES = (
 )
 BASE: dict[str, dict[str, Any]] = {
     "gpt_oss": {"rope_scaling": ROPES[5]},
+    "minimax_m2": {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"},
     "olmo3": {"rope_theta": 500000.0, "num_hidden_layers": 4},
     "qwen3_5_text": {"num_key_value_heads": 4, "full_attention_interval": 2},
     "qwen3_5_moe_text": {"full_attention_interval": 2},
@@ -58,6 +59,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "max_position_embeddings": (128, 4096, None),
     "original_max_position_embeddings": (64, 128, None),
     "partial_rotary_factor": (1.0, 0.5, None),
+    "rotary_dim": (64, 8, 4, None),
     "attention_bias": (True, False, None),
     "mlp_bias": (True, False, None),
     "sliding_window": (32, None),
@@ -233,9 +235,10 @@ def test_every_default_and_every_plain_value_is_accepted(family: str, key: str |
         plain[key] = VALUES[key][0] if key not in ("rope_parameters",) else {"rope_theta": 1e6}
     if family == "glm4_moe":
         plain |= {"head_dim": 16} if key is None else {}
-        plain |= {"num_experts_per_tok": 2} if key == "num_experts_per_tok" else {}
     elif key == "n_shared_experts":
         plain[key] = 0
+    if key == "num_experts_per_tok" and FAMILIES[family].sigmoid_router:
+        plain[key] = 2
     for refused in ("attention_bias", "mlp_bias", "use_sliding_window", "tie_word_embeddings"):
         if key == refused:
             plain[key] = False

@@ -35,6 +35,8 @@ GEMMA3 = {"model_type": "gemma3_text", "rope_parameters": None, "tie_word_embedd
 GEMMA3 |= {"sliding_window": 64}
 OLMO3 = {"model_type": "olmo3", "sliding_window": 64, "rope_theta": 500000}
 OLMO3 |= {"rope_parameters": "absent"}
+MINIMAX = {"model_type": "minimax_m2", "use_qk_norm": True, "use_routing_bias": True}
+MINIMAX |= {"scoring_func": "sigmoid", "num_local_experts": 4, "num_experts_per_tok": 2}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
 
 
@@ -101,6 +103,22 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
         (
             GEMMA3 | {"rope_parameters": {"full_attention": {"rope_theta": 1e6}}},
             "rope_type must stand in full_attention",
+        ),
+        (
+            MINIMAX | {"use_qk_norm": "absent"},
+            "use_qk_norm must be True in a minimax_m2 .* got None",
+        ),
+        (MINIMAX | {"use_routing_bias": False}, "use_routing_bias must be True .* got False"),
+        (MINIMAX | {"scoring_func": "softmax"}, "scoring_func must be 'sigmoid' in a minimax_m2"),
+        (
+            MINIMAX | {"qk_norm_type": "per_head"},
+            "qk_norm_type must be 'per_layer', got 'per_head'",
+        ),
+        (MINIMAX | {"rotary_dim": None}, "rotary_dim must be an integer >= 1 and <= head_dim"),
+        (MINIMAX | {"rotary_dim": 32}, "rotary_dim must be an integer >= 1 .* got 32 and 16"),
+        (
+            MINIMAX | {"rotary_dim": 8, "partial_rotary_factor": 1.0},
+            r"partial_rotary_factor must be left out or rotary_dim / head_dim \(8 / 16\)",
         ),
         ({"original_max_position_embeddings": 64}, "must stand inside rope_parameters alone"),
     ],

@@ -28,6 +28,7 @@ from tests.support.models import (
     tiny_glm4_moe,
     tiny_gpt_oss,
     tiny_llama,
+    tiny_minimax_m2,
     tiny_mistral,
     tiny_mixtral,
     tiny_olmo2,
@@ -48,6 +49,7 @@ MAKERS: dict[str, Callable[..., Path]] = {
     "glm4_moe_lite": tiny_glm4_moe_lite,
     "gpt_oss": tiny_gpt_oss,
     "llama": tiny_llama,
+    "minimax_m2": tiny_minimax_m2,
     "mistral": tiny_mistral,
     "mixtral": tiny_mixtral,
     "olmo2": tiny_olmo2,
@@ -82,7 +84,8 @@ def test_published_names_and_shapes(family: str, tied: bool, tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    "family", ["glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"]
+    "family",
+    ["glm4_moe", "minimax_m2", "mixtral", "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe"],
 )
 def test_the_spelling_in_memory_holds_the_same_tensors(family: str, tmp_path: Path):
     overrides = {"first_k_dense_replace": 0} if family == "glm4_moe" else {}

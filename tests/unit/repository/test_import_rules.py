@@ -20,7 +20,7 @@ HEAVY = {"torch", "megatron", "sglang", "transformer_engine"}
 # What learner ranks and server ranks do alike with tensors; the client side stays free of it.
 WITH_TORCH = {
     f"sglang_bridge.weights.{name}"
-    for name in ("background", "changes", "dequantise", "digest", "exchange", "quantise")
+    for name in ("background", "changes", "dequantise", "digest", "exchange", "posting", "quantise")
 } | {
     f"sglang_bridge.weights.{name}"
     for name in ("device_lane", "flat", "host_lane", "lanes", "legs", "same_host")

@@ -14,7 +14,7 @@ from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.weight_sync.holdings import Held, learner_holdings, server_holdings
 from sglang_bridge.weights.formats import dtype_of, item_bytes
-from tests.support.models import tiny_glm4_moe
+from tests.support.models import tiny_glm4_moe, tiny_minimax_m2
 from tests.support.published import spec_of
 
 SPEC = replace(spec_of("Qwen3-30B-A3B"), num_layers=1, moe_layers=(True,))
@@ -71,6 +71,21 @@ def test_the_vocabulary_is_padded_to_64_before_it_is_split():
         if held.name == "model.embed_tokens.weight"
     ]
     assert places == [((0,), 0, 48), ((1,), 48, 48), ((2,), 96, 34)]
+
+
+def test_ranks_hold_the_norms_of_their_heads(tmp_path: Path):
+    """Where a model's norms are split: four ranks share the two key heads."""
+    spec = read_model_spec(tiny_minimax_m2(tmp_path / "minimax"))
+    found = {
+        part: [
+            (held.ranks, held.start, held.length)
+            for held in server_holdings(spec, 4, 1)
+            if held.name == f"model.layers.1.self_attn.{part}_norm.weight"
+        ]
+        for part in "qk"
+    }
+    assert found["q"] == [((rank,), 16 * rank, 16) for rank in range(4)]
+    assert found["k"] == [((0, 1), 0, 16), ((2, 3), 16, 16)]
 
 
 def test_what_servers_hold_exactly_is_said(tmp_path: Path):

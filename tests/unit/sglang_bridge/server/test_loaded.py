@@ -20,6 +20,7 @@ from sglang_bridge.server.entry import offer_standins
 from tests.support.models import (
     tiny_glm4_moe,
     tiny_llama,
+    tiny_minimax_m2,
     tiny_mixtral,
     tiny_qwen2,
     tiny_qwen2_moe,
@@ -33,6 +34,7 @@ ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1}
 FAMILIES = {
     "glm4_moe": partial(tiny_glm4_moe, first_k_dense_replace=0),
     "llama": tiny_llama,
+    "minimax_m2": tiny_minimax_m2,
     "mixtral": tiny_mixtral,
     "qwen2": tiny_qwen2,
     "qwen2_moe": tiny_qwen2_moe,

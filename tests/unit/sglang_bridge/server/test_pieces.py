@@ -20,6 +20,7 @@ OWNER = {
     "qwen2_moe": "model.layers.3.mlp.experts",
     "qwen3_5_moe_text": "model.layers.3.mlp.experts",
     "qwen3_moe": "model.layers.3.mlp.experts",
+    "minimax_m2": "model.layers.3.block_sparse_moe.experts",
     "mixtral": "model.layers.3.block_sparse_moe.experts",
 }
 
