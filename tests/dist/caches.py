@@ -103,31 +103,6 @@ class OracleUpdate:
     weights: dict[str, torch.Tensor]
 
 
-def oracle_backward(
-    student: torch.nn.Module,
-    batch: Batch,
-    *,
-    max_ratio: float | None = None,
-    temperature: float = 1.0,
-) -> tuple[float, float]:
-    """Loss and reverse KL; leaves the gradient in `student`. For both see oracle_update."""
-    tokens = batch.num_response_tokens
-    loss = kl = 0.0
-    for sample in batch.samples:
-        draws = sample.rollout.draws
-        logp = chosen(response_logp(student, sample, temperature), draws)
-        weight = torch.tensor(draws.weight_N, dtype=torch.float64)
-        hit = weight > 0
-        gap = (torch.tensor(sample.teacher_logp_N).double() - logp)[hit].detach()
-        ratio = (logp - torch.tensor(draws.sampler_logp_N).double())[hit].exp().detach()
-        used = ratio if max_ratio is None else ratio.clamp(max=max_ratio)
-        surrogate = -(weight[hit] * used * gap * logp[hit]).sum() / tokens
-        surrogate.backward()
-        loss += float(-(weight[hit] * used * gap).sum() / tokens)
-        kl += float(-(weight[hit] * ratio * gap).sum() / tokens)
-    return loss, kl
-
-
 def oracle_update(
     model: Path,
     batch: Batch,
@@ -144,7 +119,20 @@ def oracle_update(
     expression, -1/T sum w_k sg(min(rho_k, C) (q_k - p_k)) p_k.
     """
     student = load_float64(model)
-    loss, kl = oracle_backward(student, batch, max_ratio=max_ratio, temperature=temperature)
+    tokens = batch.num_response_tokens
+    loss = kl = 0.0
+    for sample in batch.samples:
+        draws = sample.rollout.draws
+        logp = chosen(response_logp(student, sample, temperature), draws)
+        weight = torch.tensor(draws.weight_N, dtype=torch.float64)
+        hit = weight > 0
+        gap = (torch.tensor(sample.teacher_logp_N).double() - logp)[hit].detach()
+        ratio = (logp - torch.tensor(draws.sampler_logp_N).double())[hit].exp().detach()
+        used = ratio if max_ratio is None else ratio.clamp(max=max_ratio)
+        surrogate = -(weight[hit] * used * gap * logp[hit]).sum() / tokens
+        surrogate.backward()
+        loss += float(-(weight[hit] * used * gap).sum() / tokens)
+        kl += float(-(weight[hit] * ratio * gap).sum() / tokens)
     optimizer = torch.optim.AdamW(
         student.parameters(), lr=lr, betas=(0.9, 0.95), eps=eps, weight_decay=0.0
     )
