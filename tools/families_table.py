@@ -49,6 +49,38 @@ def misserved_families(records: Records) -> str:
     return _table(["setting", "nats", "refused"], rows)
 
 
+def trained_families(records: Records) -> str:
+    """A row for each family of students: how far the learner is from transformers, and learns."""
+    heads = [
+        "model_type",
+        "logits",
+        "a changed tensor shows",
+        "update",
+        "layouts",
+        "their gap",
+        "given experts",
+        "divergence, nats",
+        "not learning",
+        "commit",
+    ]
+    rows = [
+        [
+            f"`{row['name']}`",
+            _nats(row["logits"]),
+            _nats(row["least_seen"]),
+            _nats(row["update"]),
+            ", ".join(row["by_layout"]),
+            _nats(row["layouts"]),
+            "no experts" if row["replayed"] is None else _nats(row["replayed"]),
+            " to ".join(f"{nats:.2f}" for nats in row["distil"]),
+            " to ".join(f"{nats:.2f}" for nats in row["still"]),
+            f"`{row['commit'][:8]}`",
+        ]
+        for row in records("students")["students"]
+    ]
+    return _table(heads, rows)
+
+
 def refused_families(_: Records) -> str:
     """A row for each architecture that is refused whatever teacher.trust says."""
     return _table(["architecture", "why"], [[f"`{n}`", why] for n, why in UNSERVED.items()])
@@ -81,6 +113,7 @@ FUNCTIONS: Mapping[str, Callable[..., str]] = {
         served_families,
         limited_families,
         misserved_families,
+        trained_families,
         refused_families,
         trained_models,
         measured_models,

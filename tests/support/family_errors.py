@@ -1,7 +1,7 @@
 """How far a server's log-probs are from transformers', by how they were computed."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -85,22 +85,28 @@ def expected(request: ScoreRequest, model: torch.nn.Module) -> np.ndarray:
     return logp[request.num_prompt_tokens - 1 + row_N, request.ids_N]
 
 
-def seen(answers: Answers, model: torch.nn.Module, share: float = 0.01) -> Mapping[str, float]:
-    """The largest difference of scores, nats, when a tensor of the model is changed, by its name.
+def seen(answers: Answers, model: torch.nn.Module) -> Mapping[str, float]:
+    """The largest difference of scores, nats, by the name of the tensor that is changed."""
+    return {
+        name: max(
+            float(np.abs(reply.logp_N - expected(request, model)).max(initial=0))
+            for request, reply, _ in answers.scores
+        )
+        for name in each_changed(model)
+    }
+
+
+def each_changed(model: torch.nn.Module, share: float = 0.01) -> Iterator[str]:
+    """The name of every tensor in turn, which is changed until the next.
 
     Every second element by `share`: a norm behind a matrix undoes what scales all of it. A bias
     that does no more than choose experts by ten times that, for few choices are near.
     """
-    found: dict[str, float] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if "inv_freq" in name or "embed_scale" in name:
             continue  # follows from config.json
         kept = tensor.detach().clone()
         with torch.no_grad():
             tensor.view(-1)[::2] *= 1 + share * (10 if name.endswith(CHOOSES) else 1)
-            found[name] = max(
-                float(np.abs(reply.logp_N - expected(request, model)).max(initial=0))
-                for request, reply, _ in answers.scores
-            )
+            yield name
             tensor.copy_(kept)
-    return found

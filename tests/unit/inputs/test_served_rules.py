@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from checks.students import failures
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig, TeacherConfig
 from megatron_opd.errors import UserError
@@ -19,6 +20,7 @@ from megatron_opd.inputs.model_facts import (
 )
 from megatron_opd.inputs.models import check_models
 from megatron_opd.inputs.served_rules import MEASURED, UNSERVED
+from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.sizing.served import ModelSize
 from megatron_opd.sizing.servers import server_memory
 from tests.support.cli_cases import call, refused
@@ -32,6 +34,7 @@ from tests.support.models import (
     write_tokenizer,
 )
 from tests.support.paths import ROOT
+from tests.support.students import STUDENTS
 
 TRAINED = {
     "llama": tiny_llama,
@@ -97,6 +100,14 @@ def test_every_measured_architecture_is_in_the_record():
     assert record["failed"] == []
     assert {row["name"] for row in record["served"]} == set(SERVED)
     assert {row["name"] for row in record["misserved"]} == set(MISSERVED)
+
+
+def test_every_family_of_students_is_in_the_record():
+    record = json.loads((ROOT / "benchmarks/results/students.json").read_text())
+    assert {row["name"] for row in record["students"]} == set(STUDENTS) == set(FAMILIES)
+    for row in record["students"]:
+        assert failures(row) == row["failed"] == [], row["name"]
+        assert failures(row | {"logits": 1e-3, "still": row["distil"]})
 
 
 @pytest.mark.parametrize("name", UNSERVED)
