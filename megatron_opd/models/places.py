@@ -10,9 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from megatron_opd.models.families.family import Family, Packed, stack_name
+from megatron_opd.models.families.family import BLOCK, Family, Packed, stack_name
 from megatron_opd.models.families.keys import Key, hf_names, layer_prefix, row_of
-from megatron_opd.models.families.mixtral import BLOCK
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.models.tensors import Shape, layer_rows, model_keys, row_shapes
 from sglang_bridge.language_models import PREFIX, PUBLISHED_PREFIX

@@ -154,6 +154,8 @@ DENSE_MLP = (
 
 
 EXPERT_BIAS = "mlp.router.expert_bias"
+BLOCK = "block_sparse_moe"
+"""What files of Mixtral and MiniMax call the feed-forward block."""
 ROUTER_BIAS = "mlp.router.bias"
 SINKS = "self_attention.core_attention.softmax_offset"
 

@@ -8,6 +8,7 @@ from typing import Any
 from megatron_opd.config.wording import shown
 from megatron_opd.models.families.family import (
     ATTENTION,
+    BLOCK,
     COMMON,
     POST_NORM,
     QK_NORM,
@@ -15,7 +16,6 @@ from megatron_opd.models.families.family import (
     bias_row,
     expert_rows,
 )
-from megatron_opd.models.families.mixtral import BLOCK
 
 _HEAD_DIM = 128
 _FIXED = {"use_qk_norm": True, "use_routing_bias": True, "scoring_func": "sigmoid"}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from megatron_opd.models.families.family import ATTENTION, COMMON, POST_NORM, Family, expert_rows
+from megatron_opd.models.families.family import (
+    ATTENTION,
+    BLOCK,
+    COMMON,
+    POST_NORM,
+    Family,
+    expert_rows,
+)
 
-BLOCK = "block_sparse_moe"
-"""What files of Mixtral and MiniMax call what transformers calls mlp."""
 _EXPERTS = expert_rows(f"{BLOCK}.gate", f"{BLOCK}.experts.{{e}}", "w1", "w3", "w2")
 
 MIXTRAL = Family(

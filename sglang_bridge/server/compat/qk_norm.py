@@ -1,4 +1,4 @@
-"""Norms of queries and keys over the heads of all ranks, as MiniMax-M2 has them.
+"""Computes norms of queries and keys over the heads of all ranks, as MiniMax-M2 has them.
 
 SGLang 0.5.23 computes them by Triton kernels, which a CPU lacks; on a GPU nothing is replaced.
 """

@@ -292,10 +292,13 @@ def test_the_streamer_adds_payloads_of_finished_requests_once():
 def test_update_groups_get_our_timeout(monkeypatch: pytest.MonkeyPatch):
     from sglang.srt.model_executor.model_runner_components import weight_updater
 
-    seen = {}
-    monkeypatch.setattr(
-        weight_updater, "init_custom_process_group", lambda **kwargs: seen.update(kwargs)
-    )
+    seen: dict[str, Any] = {}
+
+    def formed(**kwargs: Any) -> Any:
+        seen.update(kwargs)
+        return SimpleNamespace(name=lambda: "gloo")
+
+    monkeypatch.setattr(weight_updater, "init_custom_process_group", formed)
     with ranks.process_group_timeout(7):
         weight_updater.init_custom_process_group(rank=1)
     assert seen["timeout"].total_seconds() == 7
