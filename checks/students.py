@@ -21,12 +21,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +41,9 @@ from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.models.spec import ModelSpec, read_model_spec
 from tests.dist import family_jobs
 from tests.dist.caches import make_batch, oracle_update, random_experts, with_experts
-from tests.dist.layouts import ADAM, LAYOUTS, gaps, relative_gap, run, weights
+from tests.dist.layouts import ADAM, LAYOUTS, gaps, run, weights, wrong_part
 from tests.dist.worlds import run_world
-from tests.e2e.runs import write_config
+from tests.e2e.runs import write_config, write_prompts
 from tests.e2e.weight_sync import perturbed_copy
 from tests.support.family_errors import each_changed
 from tests.support.figures import relative
@@ -59,8 +58,6 @@ DISTIL = {"updates": 24, "lr": 3e-3, "noise": 0.3, "ends": 4, "tokens": 24, "bat
 STILL_LR = 1e-12
 SHARE = 0.05
 """By how much tensors change; a bias that only chooses experts by ten times that."""
-MIXTRAL = ((".mlp.", ".block_sparse_moe."), (".gate_proj.", ".w1."), (".up_proj.", ".w3."))
-MIXTRAL += ((".down_proj.", ".w2."),)
 
 
 def measure(options: Sequence[str] = ()) -> dict[str, Any]:
@@ -112,13 +109,7 @@ def failures(row: dict[str, Any]) -> list[str]:
 def forward(model: Path, spec: ModelSpec, student: Student, base: Path) -> dict[str, Any]:
     """Logits against transformers', and what the least telling tensor would change."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
-    ids = family_jobs.tokens(spec.vocab_size).split(family_jobs.LENGTHS, 1)
-
-    def logits() -> torch.Tensor:
-        with torch.no_grad():
-            return torch.cat([reference(part).logits[0] for part in ids])
-
-    expected = logits()
+    expected = family_jobs.logits_alone(reference)
     family_jobs.write_expected(model, expected)
     etp = 1 if spec.family.expert_biases else None
     hf_to_megatron(
@@ -138,7 +129,7 @@ def forward(model: Path, spec: ModelSpec, student: Student, base: Path) -> dict[
             job = family_jobs.check_families
             errors |= run_world(job, ranks, out, models=chosen, parallel=parallel)
     changes = {
-        tensor: float((logits() - expected).abs().max())
+        tensor: float((family_jobs.logits_alone(reference) - expected).abs().max())
         for tensor in each_changed(reference, SHARE)
     }
     least = min(changes, key=changes.__getitem__)
@@ -157,9 +148,8 @@ def updates(model: Path, spec: ModelSpec, student: Student, base: Path) -> dict[
     metrics = run(LAYOUTS["one rank"], "packed", model, batches, one)
     exact = oracle_update(model, batches[0], lr=ADAM["lr"], eps=ADAM["eps"], clip=ADAM["clip_grad"])
     ours, before = weights(one, 0), load_file(model / "model.safetensors")
-    weights_exact = {in_files(key, before): value for key, value in exact.weights.items()}
-    assert weights_exact.keys() == ours.keys() == before.keys()
-    wrong = [wrong_part(before[key], ours[key], value) for key, value in weights_exact.items()]
+    assert exact.weights.keys() == ours.keys() == before.keys()
+    wrong = [wrong_part(before[key], ours[key], value) for key, value in exact.weights.items()]
     for layout in student.layouts:
         out = base / f"update {layout}"
         theirs = run(LAYOUTS[layout], "packed", model, batches, out)
@@ -171,21 +161,6 @@ def updates(model: Path, spec: ModelSpec, student: Student, base: Path) -> dict[
         "by_layout": found,
         "replayed": replayed(model, spec, student, base, batches) if spec.is_moe else None,
     }
-
-
-def in_files(name: str, files: Collection[str]) -> str:
-    """The name in files of a tensor that transformers 5 calls `name`; Mixtral's have others."""
-    if name not in files:
-        for part, of_mixtral in MIXTRAL:
-            name = name.replace(part, of_mixtral)
-    return name
-
-
-def wrong_part(before: torch.Tensor, ours: torch.Tensor, exact: torch.Tensor) -> float:
-    """How much of a tensor's movement to `exact` was missed; a tensor may also have to stay."""
-    moved = relative_gap({"": before}, {"": exact})
-    missed = relative_gap({"": ours}, {"": exact})
-    return missed / moved if moved else math.inf if missed else 0.0
 
 
 def replayed(
@@ -208,8 +183,7 @@ def distil(model: Path, base: Path, lr: float) -> list[float]:
     for file in model.glob("*.json"):
         if not file.name.endswith(".index.json"):
             (student / file.name).write_bytes(file.read_bytes())
-    lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(16)]
-    (base / "train.jsonl").write_text("\n".join(lines) + "\n")
+    write_prompts(base)
     config = write_config(
         base,
         base,

@@ -6,10 +6,8 @@ their own. Everything here trains and serves it as its text class. Torch-free.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeVar
 
 Tensor = TypeVar("Tensor")
@@ -73,12 +71,11 @@ def text_config(raw: dict[str, Any]) -> dict[str, Any]:
     return text | {key: raw[key] for key in OF_ALL if raw.get(key) is not None}
 
 
-def is_published(model: Path) -> bool:
-    """Return whether the checkpoint directory `model` is of such a class."""
+def is_published(raw: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of such a class, and describes its language model."""
     try:
-        raw: Any = json.loads((model / "config.json").read_text(encoding="utf-8"))
         return published_class(raw) is not None
-    except (OSError, ValueError, AttributeError):
+    except ValueError:
         return False  # what is wrong with it is said where it is read
 
 

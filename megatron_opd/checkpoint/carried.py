@@ -46,9 +46,7 @@ def carried_tensors(path: Path, spec: ModelSpec) -> dict[str, StoredTensor]:
     return found
 
 
-def layout_of(
-    tensors: Mapping[str, StoredTensor],
-) -> Layout:
+def layout_of(tensors: Mapping[str, StoredTensor]) -> Layout:
     """Return type and shape of each tensor as `read_carried` gives it."""
     return {name: (_dtype(each), each.shape) for name, each in tensors.items()}
 

@@ -333,11 +333,11 @@ def check_sharding(config: Config, models: RunModels) -> None:
                 f"{key}.quantization must be null in a model with gated delta nets, of which no "
                 f"test here has run a quantised server, got {section.quantization}"
             )
-        row = MEASURED.get(facts.architecture)
-        if row is not None and row.expert_biases and section.quantization is not None:
+        if family is not None and section.quantization is not None and family.expert_biases:
+            name = MEASURED[family.architecture].published
             raise UserError(
-                f"{key}.quantization must be null in a {row.published} model, of whose experts' "
-                f"biases a quantised server knows nothing, got {section.quantization}"
+                f"{key}.quantization must be null in a {name} model, of whose experts' biases a "
+                f"quantised server knows nothing, got {section.quantization}"
             )
         if max(section.tp, heads) % min(section.tp, heads):
             raise UserError(

@@ -31,8 +31,7 @@ class ServedArchitecture:
     rotary positions. window: none, as transformers has none either; ignored by SGLang, switched:
     the same where use_sliding_window is true. fixed: further keys at which both sides agree at
     these values alone (None stands for null and for an absent key). partial: both rotate a part of
-    a head. shared: both read how large the shared expert is. expert_biases: experts have
-    some, which no quantised server knows.
+    a head. shared: both read how large the shared expert is.
     """
 
     model_type: str
@@ -42,7 +41,6 @@ class ServedArchitecture:
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict[str, tuple[Any, ...]])
     partial: bool = False
     shared: bool = False
-    expert_biases: bool = False
 
 
 _ROPES = ("default", "linear", "llama3", "yarn")
@@ -156,7 +154,6 @@ MEASURED |= {
             "swiglu_alpha": (None, 1.702),
             "hidden_act_alpha": (None, 1.702),
         },
-        expert_biases=True,
     ),
 }
 

@@ -30,6 +30,7 @@ from megatron_opd.weight_sync.rounding import rounded
 from sglang_bridge.errors import one_line
 from sglang_bridge.protocol import BucketSpec
 from sglang_bridge.weights.formats import Grid
+from sglang_bridge.weights.posting import leave
 
 _Entry = tuple[str, tuple[int, ...], torch.dtype]
 _WITH_NEXT = ".q_a_proj.weight"
@@ -109,7 +110,7 @@ class BroadcastSender:
     def close(self) -> None:
         """Leave the group."""
         if self._group is not None:
-            groups.leave(self._group)
+            leave(self._group)
         self._group = self._store = None
 
     @property

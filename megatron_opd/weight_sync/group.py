@@ -14,8 +14,7 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from torch.distributed import distributed_c10d
 
 from megatron_opd.weight_sync.store import bound_store
-from sglang_bridge.weights import posting
-from sglang_bridge.weights.lanes import forget_lanes
+from sglang_bridge.weights.posting import meet
 
 
 def listen(host: str, port: int, size: int, timeout_s: float) -> TCPStore:
@@ -50,14 +49,8 @@ def join(
         timeout=timedelta(seconds=timeout_s),
     )[0]
     distributed_c10d._world.pg_group_ranks[group] = {i: i for i in range(size)}
-    posting.meet(group, torch.device(buffer_device_type(backend)))
+    meet(group, torch.device(buffer_device_type(backend)))
     return group
-
-
-def leave(group: dist.ProcessGroup) -> None:
-    """Leave a group, also one that has failed; its other ranks notice at once."""
-    forget_lanes(group)
-    posting.leave(group)
 
 
 def buffer_device_type(backend: str) -> str:

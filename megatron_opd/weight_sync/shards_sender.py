@@ -38,6 +38,7 @@ from sglang_bridge.errors import one_line
 from sglang_bridge.weights.exchange import Message, PeerLost, Read, send
 from sglang_bridge.weights.formats import Format, dtype_of
 from sglang_bridge.weights.message_order import Bucket, SlicePart
+from sglang_bridge.weights.posting import leave
 from sglang_bridge.weights.same_host import find_lanes
 
 NOT_CONNECTED = "the weight group is not connected"
@@ -94,7 +95,7 @@ class ShardsSender:
 
     def _leave(self) -> None:
         if self._group is not None:
-            groups.leave(self._group)
+            leave(self._group)
         self._group = self._store = None
 
     def _listen(self, asked: ListenForShards) -> bytes:

@@ -30,6 +30,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sglang_bridge.config_file import config_of
 from sglang_bridge.errors import one_line, some
 from sglang_bridge.language_models import is_published, renamed
 from sglang_bridge.server import pieces
@@ -96,7 +97,7 @@ def around_load_weights(
     A model that drafts takes some parameters from the one it drafts for, and cannot change what is
     sampled.
     """
-    if not _is_draft and is_published(Path(ranks.model_path())):
+    if not _is_draft and is_published(config_of(Path(ranks.model_path()))):
         weights = renamed(weights)
     if _is_draft or hasattr(model, "_bridge_loaded"):  # a weight sync from disk
         original(model, weights, *args, **kwargs)

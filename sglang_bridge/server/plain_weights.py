@@ -12,6 +12,7 @@ import os
 import sys
 from pathlib import Path
 
+from sglang_bridge.config_file import config_of
 from sglang_bridge.server.spec import MODEL_KEY_VARIABLE, PLAIN_VARIABLE, REFUSED
 from sglang_bridge.weights.checkpoint_formats import (
     CONFIG_KEYS,
@@ -29,11 +30,7 @@ def format_to_undo(model: Path, *, cuda: bool) -> CheckpointFormat | None:
     """
     if cuda and PLAIN_VARIABLE not in os.environ:
         return None
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None  # SGLang says what is wrong with the model
-    return checkpoint_format(config) if isinstance(config, dict) else None
+    return checkpoint_format(config_of(model))
 
 
 def as_plain(arguments: list[str], model: Path, *, cuda: bool) -> list[str]:

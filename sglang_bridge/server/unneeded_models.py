@@ -7,10 +7,10 @@ seconds of CPU time a start, and their memory.
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from sglang_bridge.config_file import config_of
 from sglang_bridge.language_models import text_config
 
 VARIABLE = "SGLANG_DISABLED_MODEL_ARCHS"
@@ -31,9 +31,8 @@ def unneeded(model: Path, arguments: Sequence[str]) -> tuple[str, ...]:
     if any(argument.startswith(OTHER_MODELS) for argument in arguments):
         return ()
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        names = [str(name) for name in text_config(config)["architectures"]]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        names = [str(name) for name in text_config(config_of(model))["architectures"]]
+    except (ValueError, KeyError, TypeError):
         return ()  # SGLang says what is wrong with the model
     texts = {
         file.stem: file.read_text(encoding="utf-8")

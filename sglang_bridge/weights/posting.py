@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from sglang_bridge.weights.lanes import forget_lanes
+
 SOONER = 0.8
 """The part of a group's timeout that a wait lasts: an error has to come before the watchdog."""
 
@@ -73,6 +75,7 @@ def limit_of(group: Any, device: torch.device) -> timedelta:
 
 def leave(group: dist.ProcessGroup) -> None:
     """Leave a group, also one that has failed; its other ranks notice at once."""
+    forget_lanes(group)
     if is_nccl(group):
         group.abort()  # else it would wait for messages that no one takes
     dist.destroy_process_group(group)

@@ -47,6 +47,13 @@ def tokens(vocab_size: int) -> torch.Tensor:
     return ids
 
 
+def logits_alone(model: torch.nn.Module) -> torch.Tensor:
+    """[S, V] of the segments of LENGTHS, each run alone through a model of transformers."""
+    ids: Any = tokens(model.config.vocab_size)  # type: ignore[union-attr]
+    with torch.no_grad():
+        return torch.cat([model(part).logits[0] for part in ids.split(LENGTHS, 1)])
+
+
 def full_logits(chunks: list[Any], spec: ModelSpec, world: World) -> torch.Tensor | None:
     """[S, padded V] on the ranks of the last stage."""
     found: list[torch.Tensor] = []

@@ -1,6 +1,7 @@
 """Every supported parallel layout, what is varied in each, and how far its updates are from one
 rank's."""
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -115,6 +116,13 @@ def gaps(
 def weights(out: Path, update: int) -> dict[str, torch.Tensor]:
     """What was exported after an update."""
     return load_file(out / f"after{update}" / "model.safetensors")
+
+
+def wrong_part(before: torch.Tensor, ours: torch.Tensor, exact: torch.Tensor) -> float:
+    """How much of a tensor's movement to `exact` was missed; a tensor may also have to stay."""
+    moved = relative_gap({"": before}, {"": exact})
+    missed = relative_gap({"": ours}, {"": exact})
+    return missed / moved if moved else math.inf if missed else 0.0
 
 
 def relative_gap(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:

@@ -116,9 +116,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], tuple[str, ...]]] = {
 def reference_logits(path: Path, **overrides: object) -> torch.Tensor:
     """[S, V] of the segments of LENGTHS, each run alone through transformers in float32."""
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **overrides)
-    ids = family_jobs.tokens(model.config.vocab_size)
-    with torch.no_grad():
-        return torch.cat([model(part).logits[0] for part in ids.split(family_jobs.LENGTHS, 1)])
+    return family_jobs.logits_alone(model)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from sglang_bridge.ports import free_port
 from sglang_bridge.server.forks import Preloaded, preload
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec, server_env
-from tests.e2e.runs import Running
+from tests.e2e.runs import Running, write_prompts
 from tests.e2e.weight_sync import resume, rewind
 from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 from tests.support.preloaded import Program
@@ -190,8 +190,7 @@ def inputs(
     root = tmp_path_factory.mktemp("run-inputs")
     (root / "student").symlink_to(student_model)
     (root / "teacher").symlink_to(teacher_model)
-    lines = [json.dumps({"prompt": f"{i}+{i}=", "answer": str(2 * i)}) for i in range(16)]
-    (root / "train.jsonl").write_text("\n".join(lines) + "\n")
+    write_prompts(root)
     return root
 
 

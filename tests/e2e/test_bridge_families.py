@@ -46,8 +46,6 @@ FAMILIES: dict[str, Callable[..., Path]] = {
     "gemma 3": tiny_gemma3,
     "gpt-oss": tiny_gpt_oss,
 }
-DELTA_NETS = ("qwen3.5 moe, published class",)
-"""Families whose draws differ from transformers' by more: the rule's chunks begin elsewhere."""
 REQUEST = requests_of(tokens=24, count=1)[0]
 
 
@@ -59,16 +57,15 @@ def test_a_synced_server_is_one_that_loaded_the_same_weights(family: str, tmp_pa
     new = perturbed_copy(text, tmp_path / "new", scale=0.3, seed=5)
     with running(tiny_spec(old, "student"), tmp_path / "server.log") as server:
         before, held, given, after = asyncio.run(synced(server.spec.url, old, new, REQUEST))
-    planned = {
-        (h.name, h.dim, h.start, h.length) for h in server_holdings(read_model_spec(old), 1, 1)
-    }
+    spec = read_model_spec(old)
+    planned = {(h.name, h.dim, h.start, h.length) for h in server_holdings(spec, 1, 1)}
     assert {(p.hf_name, p.dim, p.start, p.length) for p in held} == planned
     assert differing(held, load_tensors(old)) == []
     assert differing(given, load_tensors(new)) == []
     for model, reply in ((old, before), (new, after)):
         error = span_error(load_reference(model), REQUEST, reply, 0, len(reply.output_ids_T))
         name, limit = "families: draws before and after shards (nats)", 1e-5
-        if family in DELTA_NETS:
+        if spec.delta_net is not None:
             name, limit = f"{name}, delta nets", DELTA_NET_NATS
         bounded(name, error, limit, family)
     other = span_error(load_reference(old), REQUEST, after, 0, len(after.output_ids_T))

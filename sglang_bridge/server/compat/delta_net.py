@@ -10,7 +10,6 @@ Axes: S tokens of all requests end to end, B requests, h heads, d features of on
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from collections.abc import Iterator
 from itertools import pairwise
@@ -19,6 +18,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+
+from sglang_bridge.config_file import config_of
 
 LINEAR = "linear_num_value_heads"
 """config.json's key that models with gated delta nets have, and no others."""
@@ -64,11 +65,8 @@ def sections(net: Any, owner: str) -> list[tuple[str, int, int]]:
 
 def is_needed(model: Path) -> bool:
     """Return whether the model's config.json asks for gated delta nets."""
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        return LINEAR in config or LINEAR in config.get("text_config", {})
-    except (OSError, ValueError, AttributeError):
-        return False  # SGLang says what is wrong with the model
+    config = config_of(model)
+    return LINEAR in config or LINEAR in config.get("text_config", {})
 
 
 def answer_in_torch() -> None:

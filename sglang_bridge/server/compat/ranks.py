@@ -10,7 +10,6 @@ import torch
 import torch.distributed
 
 from sglang_bridge.weights import posting
-from sglang_bridge.weights.lanes import forget_lanes
 
 
 def is_output_rank() -> bool:
@@ -142,7 +141,6 @@ def leave_update_group(runner: Any, name: str) -> None:
     """Leaves the update group called `name`, if this rank is in it: its peers notice at once."""
     group = runner.weight_updater._model_update_group.pop(name, None)
     if group is not None:
-        forget_lanes(group)
         posting.leave(group)
 
 

@@ -10,12 +10,13 @@ of a head.
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from sglang_bridge.config_file import config_of
 
 MODEL_TYPE = "gpt_oss"
 PARAMETER = "sinks"
@@ -30,11 +31,7 @@ been computed by decode steps, which round otherwise."""
 
 def is_needed(model: Path) -> bool:
     """Return whether the model's config.json asks for sinks."""
-    try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        return config.get("model_type") == MODEL_TYPE
-    except (OSError, ValueError, AttributeError):
-        return False  # SGLang says what is wrong with the model
+    return config_of(model).get("model_type") == MODEL_TYPE
 
 
 def register() -> None:

@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,65 +16,21 @@ from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.models.places import places
 from megatron_opd.models.rope import Rope
 from megatron_opd.models.spec import read_model_spec
-from tests.support.delta_models import tiny_qwen3_5, tiny_qwen3_5_moe
-from tests.support.latent_models import (
-    tiny_deepseek_v2,
-    tiny_deepseek_v3,
-    tiny_glm4_moe_lite,
-)
-from tests.support.models import (
-    tiny_gemma3,
-    tiny_glm4_moe,
-    tiny_gpt_oss,
-    tiny_llama,
-    tiny_minimax_m2,
-    tiny_mistral,
-    tiny_mixtral,
-    tiny_olmo2,
-    tiny_olmo3,
-    tiny_phi3,
-    tiny_qwen2,
-    tiny_qwen2_moe,
-    tiny_qwen3,
-    tiny_qwen3_moe,
-    tiny_smollm3,
-)
-
-MAKERS: dict[str, Callable[..., Path]] = {
-    "deepseek_v2": tiny_deepseek_v2,
-    "deepseek_v3": tiny_deepseek_v3,
-    "gemma3_text": tiny_gemma3,
-    "glm4_moe": tiny_glm4_moe,
-    "glm4_moe_lite": tiny_glm4_moe_lite,
-    "gpt_oss": tiny_gpt_oss,
-    "llama": tiny_llama,
-    "minimax_m2": tiny_minimax_m2,
-    "mistral": tiny_mistral,
-    "mixtral": tiny_mixtral,
-    "olmo2": tiny_olmo2,
-    "olmo3": tiny_olmo3,
-    "phi3": tiny_phi3,
-    "qwen2": tiny_qwen2,
-    "qwen2_moe": tiny_qwen2_moe,
-    "qwen3": tiny_qwen3,
-    "qwen3_5_moe_text": tiny_qwen3_5_moe,
-    "qwen3_5_text": tiny_qwen3_5,
-    "qwen3_moe": tiny_qwen3_moe,
-    "smollm3": tiny_smollm3,
-}
+from tests.support.models import tiny_llama, tiny_qwen2, tiny_qwen3
+from tests.support.students import STUDENTS
 
 
 def test_every_family_is_tested():
-    assert MAKERS.keys() == FAMILIES.keys()
+    assert STUDENTS.keys() == FAMILIES.keys()
 
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [(name, tied) for name in MAKERS for tied in (False, True) if tied or name != "gemma3_text"],
+    [(name, tied) for name in STUDENTS for tied in (False, True) if tied or name != "gemma3_text"],
 )
 def test_published_names_and_shapes(family: str, tied: bool, tmp_path: Path):
     overrides = {"mlp_only_layers": [1]} if family in ("qwen2_moe", "qwen3_moe") else {}
-    model = MAKERS[family](tmp_path / "model", tie_word_embeddings=tied, **overrides)
+    model = STUDENTS[family].make(tmp_path / "model", tie_word_embeddings=tied, **overrides)
     spec, source = read_model_spec(model), load_file(model / "model.safetensors")
     published = {place.name: place.shape for place in places(spec).values()}
     assert published == {name: tuple(t.shape) for name, t in source.items()}
@@ -89,7 +44,7 @@ def test_published_names_and_shapes(family: str, tied: bool, tmp_path: Path):
 )
 def test_the_spelling_in_memory_holds_the_same_tensors(family: str, tmp_path: Path):
     overrides = {"first_k_dense_replace": 0} if family == "glm4_moe" else {}
-    published = MAKERS[family](tmp_path / "published", **overrides)
+    published = STUDENTS[family].make(tmp_path / "published", **overrides)
     model = AutoModelForCausalLM.from_pretrained(published, dtype=torch.float32)
     model.save_pretrained(tmp_path / "held", save_original_format=False)
     spec, held = read_model_spec(published), stored_tensors(tmp_path / "held")
