@@ -189,8 +189,9 @@ class ShardsSender:
         """Send; returns why not all of it."""
         if self._group is None:
             return NOT_CONNECTED
+        beside = self._background is not None
         try:
-            send(self._group, messages, self._device, read)
+            send(self._group, messages, self._device, read, beside_training=beside)
         except PeerLost as error:
             receiver = self._receivers[error.peer - self._full.world.size]
             behind = ", or a server behind it," if self._config.weight_sync.relay else ""

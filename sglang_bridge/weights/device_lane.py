@@ -2,6 +2,9 @@
 
 A handle names a whole allocation of the driver, so a descriptor says besides where in it the
 numbers are. Handles that were opened stay open as long as the opener is there.
+
+The driver exports nothing of torch's expandable segments, which learners have. A lane's own memory
+is therefore the driver's, and weights that lie in such segments are packed into it.
 """
 
 from __future__ import annotations
@@ -41,9 +44,15 @@ class DeviceLane:
     leg_bytes = LEG_BYTES
 
     def __init__(self, device: torch.device) -> None:
-        self.memory = torch.empty(RING_BYTES, dtype=torch.uint8, device=device)
-        self._device = self.memory.device
+        self._device = _indexed(device)
         self._uuid = _uuid(self._device)
+        with _current(self._device):
+            pointer = ctypes.c_void_p()
+            _call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(RING_BYTES))
+        address = pointer.value or 0
+        give_back = weakref.finalize(self, _free, self._device, address)
+        give_back.atexit = False  # the driver frees what a process leaves
+        self.memory = _tensor_at(address, RING_BYTES, self._device)
         self.export(self.memory)
 
     def where_it_lies(self, view: torch.Tensor) -> bytes | None:
@@ -52,7 +61,7 @@ class DeviceLane:
             return None
         try:
             return self.export(view)
-        except DriverFailed:  # as of memory in expandable segments
+        except DriverFailed:
             return None
 
     def export(self, numbers: torch.Tensor) -> bytes:
@@ -78,9 +87,7 @@ class DeviceOpener:
     def __init__(self, device: torch.device) -> None:
         if device.type != "cuda":
             raise BadDescriptor("the numbers lie on a GPU, which this rank does not use")
-        # "cuda" is the current one, which other threads need not share
-        index = torch.cuda.current_device() if device.index is None else device.index
-        self._device = torch.device("cuda", index)
+        self._device = _indexed(device)
         self._opened: dict[bytes, torch.Tensor] = {}
         self._pointers: list[tuple[torch.device, int]] = []
         close = weakref.finalize(self, _close_all, self._pointers, self._opened)
@@ -170,6 +177,18 @@ def _current(device: torch.device) -> Iterator[None]:
     with torch.cuda.device(device):
         torch.cuda.current_stream().synchronize()
         yield
+
+
+def _indexed(device: torch.device) -> torch.device:
+    """Return the device itself for "cuda", the current one, which other threads need not share."""
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _free(device: torch.device, pointer: int) -> None:
+    with _current(device):
+        _call("cuMemFree_v2", ctypes.c_void_p(pointer))
 
 
 def _close_all(pointers: list[tuple[torch.device, int]], opened: dict[bytes, Any]) -> None:

@@ -24,11 +24,16 @@ from torch.distributed import ProcessGroup
 
 from sglang_bridge.weights.lanes import lanes_of
 from sglang_bridge.weights.legs import Inbox, Outbox, Rung
-from sglang_bridge.weights.posting import await_work, post_recv, post_send
+from sglang_bridge.weights.posting import await_work, is_nccl, post_recv, post_send
 
 BUFFERS = 2
 IN_FLIGHT = 16
 """Messages that are on their way at once: enough that no rank waits for the next one's name."""
+BESIDE_TRAINING = 1
+"""The same through NCCL, while the rank trains. Learner ranks on GPUs have one hardware queue
+(CUDA_DEVICE_MAX_CONNECTIONS). A message queued behind one that waits for its receiver would hold up
+all work behind it, among it the collective that another rank waits for before it can send, and
+which the receiver expects first: none would ever end. What runs already holds nothing up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +83,13 @@ def send(
     messages: Sequence[Message],
     device: torch.device,
     read: Read = as_it_is,
+    *,
+    beside_training: bool = False,
 ) -> None:
     """Send every message; returns when the last one has left.
 
     device: where the group wants its buffers. read: what to send in place of a view.
+    beside_training: whether this rank takes part in other groups' collectives meanwhile.
     PeerLost: the peer did not take a message within the group's timeout.
     """
     lanes = lanes_of(group)
@@ -89,9 +97,11 @@ def send(
     if outbox is not None:
         messages = _merged(messages, lanes.takers, outbox.leg_bytes)
     by_group = [message for message in messages if message.peer not in lanes.takers]
+    packs_all = read is not as_it_is
+    most = BESIDE_TRAINING if beside_training and is_nccl(group) else IN_FLIGHT
     with (
         torch.no_grad(),
-        _Flight(group, by_group, device, packs_all=read is not as_it_is) as flight,
+        _Flight(group, by_group, device, packs_all=packs_all, most=most) as flight,
     ):
         for message, tag in _tagged(messages):
             if outbox is not None and message.peer in lanes.takers:
@@ -161,7 +171,7 @@ def _merged(messages: Sequence[Message], peers: frozenset[int], limit: int) -> l
 def _legs(
     outbox: Outbox, message: Message, read: Read, flight: _Flight
 ) -> Iterator[tuple[bytes, Callable[[], None]]]:
-    """Yield the descriptor of each leg, once fewer than IN_FLIGHT are under way, and what follows.
+    """Yield the descriptor of each leg, once one more may be under way, and what follows.
 
     That is called once the leg has landed.
     """
@@ -278,7 +288,7 @@ class _Flight:
     """Holds what is on its way, in order, and the buffers of packed messages.
 
     messages: those that pass through the group. packs_all: none travels from where it lies.
-    landed: how many are there, or have left.
+    most: that are on their way at once. landed: how many are there, or have left.
     """
 
     def __init__(
@@ -288,9 +298,10 @@ class _Flight:
         device: torch.device,
         *,
         packs_all: bool = False,
+        most: int = IN_FLIGHT,
     ) -> None:
         self._group, self._device = group, device
-        self._packs_all = packs_all
+        self._packs_all, self._most = packs_all, most
         self._under_way: deque[tuple[int, Any, Callable[[], None]]] = deque()
         self.landed = 0
         packed = [message.nbytes for message in messages if not self._lies_ready(message)]
@@ -307,12 +318,12 @@ class _Flight:
         self._under_way.clear()
 
     def make_way(self) -> None:
-        """Wait until fewer than IN_FLIGHT are on their way."""
-        while len(self._under_way) >= IN_FLIGHT:
+        """Wait until one more may be on its way."""
+        while len(self._under_way) >= self._most:
             self.land()
 
     def slot(self, message: Message) -> _Slot:
-        """Return a slot, once one is free and fewer than IN_FLIGHT messages are on their way."""
+        """Return a slot, once one is free and one more message may be on its way."""
         self.make_way()
         if self._lies_ready(message):
             return _Slot(message, message.views[0].view(-1), None)

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_opd.config.learner import ParallelConfig
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config
 from megatron_opd.weight_sync.holdings import Held, as_held, learner_holdings, server_holdings
 from megatron_opd.weight_sync.plan import (
     ServerLayout,
@@ -20,8 +22,9 @@ from megatron_opd.weight_sync.plan import (
     staged_names,
 )
 from megatron_opd.weight_sync.reshard import CannotReshard, plan_routes
-from sglang_bridge.weights.message_order import Bucket
+from sglang_bridge.weights.message_order import ALONE, Bucket
 from sglang_bridge.weights.share import PAUSED, PEERS, STAGED, decode_share
+from tests.support.paths import ROOT
 from tests.support.published import spec_of
 from tests.support.random_layouts import Case, random_case
 
@@ -256,6 +259,33 @@ def test_what_the_learner_cannot_give_is_refused():
     taller = spec_of("Qwen3-30B-A3B")
     with pytest.raises(CannotReshard, match="the servers hold a tensor that the learner lacks"):
         plan_routes(learner_holdings(case.spec, case.parallel), server_holdings(taller, 1, 1))
+
+
+@pytest.mark.parametrize(
+    ("example", "peers", "messages"),
+    [("one_node", 3, 201), ("four_nodes", 8, 4854), ("sixteen_nodes", 32, 9512)],
+)
+def test_what_a_server_rank_of_the_examples_receives(example: str, peers: int, messages: int):
+    """Its largest numbers of learner ranks and of messages; docs/weight_sync.md has them too.
+
+    On NCCL a message is a launch: beside one small one from each peer all are long.
+    """
+    config = load_config(Config, ROOT / "examples" / "cluster" / example / "config.yaml")
+    student, parallel = config.student, config.learner.parallel
+    servers = [ServerLayout(student.tp, student.ep)] * student.servers
+    settings = SyncSettings.of(config.weight_sync, "bfloat16", student.quantization)
+    plan = plan_sync(
+        spec_of(student.model.name), parallel, config.learner.megatron, servers, settings
+    )
+    received: dict[int, list[Bucket]] = defaultdict(list)
+    for source in range(parallel.world_size):
+        for bucket in plan.outgoing(source, staged=False):
+            received[bucket.receiver].append(bucket)
+    assert max(map(len, received.values())) == messages
+    for buckets in received.values():
+        assert len({bucket.sender for bucket in buckets}) <= peers
+        short = Counter(bucket.sender for bucket in buckets if bucket.elements < ALONE)
+        assert set(short.values()) <= {1}
 
 
 def test_a_plan_for_235b(capsys: pytest.CaptureFixture[str]):

@@ -24,6 +24,7 @@ class Driver:
 
     def __init__(self) -> None:
         self.allocations: dict[int, int] = {}
+        self.given: dict[int, torch.Tensor] = {}
         self.opened: list[int] = []
         self.closed: list[int] = []
         self.refuses: set[str] = set()
@@ -33,6 +34,17 @@ class Driver:
         base = memory.data_ptr() - BEHIND
         self.allocations[base] = BEHIND + memory.nbytes
         return base
+
+    def cuMemAlloc_v2(self, pointer: Any, size: Any) -> int:
+        memory = torch.empty(size.value, dtype=torch.uint8)
+        pointer._obj.value = memory.data_ptr()
+        self.given[memory.data_ptr()] = memory
+        self.allocations[memory.data_ptr()] = memory.nbytes
+        return 1 if "allocate" in self.refuses else 0
+
+    def cuMemFree_v2(self, pointer: Any) -> int:
+        del self.given[pointer.value], self.allocations[pointer.value]
+        return 0
 
     def cuMemGetAddressRange_v2(self, base: Any, size: Any, address: Any) -> int:
         for start, length in self.allocations.items():
@@ -84,26 +96,12 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
     return played
 
 
-def lane_of(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> DeviceLane:
-    """A lane whose memory the driver knows as soon as it is there."""
-    real = torch.empty
-
-    def empty(*args: Any, **kwargs: Any) -> torch.Tensor:
-        memory = real(*args, **kwargs)
-        driver.knows(memory)
-        return memory
-
-    with monkeypatch.context() as patch:
-        patch.setattr(device_lane.torch, "empty", empty)
-        return DeviceLane(CPU)
-
-
 def opener() -> DeviceOpener:
     return DeviceOpener(torch.device("cuda", 0))
 
 
-def test_numbers_are_found_where_they_lie(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    lane = lane_of(driver, monkeypatch)
+def test_numbers_are_found_where_they_lie(driver: Driver):
+    lane = DeviceLane(CPU)
     weights = torch.arange(100.0)
     base = driver.knows(weights)
     said = lane.where_it_lies(weights[10:60].view(5, 10))
@@ -118,25 +116,36 @@ def test_numbers_are_found_where_they_lie(driver: Driver, monkeypatch: pytest.Mo
     assert driver.opened == [base]
 
 
-def test_an_allocation_is_opened_once_and_closed_at_the_end(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch
-):
-    lane = lane_of(driver, monkeypatch)
+def test_an_allocation_is_opened_once_and_closed_at_the_end(driver: Driver):
+    lane = DeviceLane(CPU)
     packed = [lane.export(lane.memory[at : at + 64]) for at in (0, 64, 128)]
     there, held = opener(), torch.zeros(64, dtype=torch.uint8)
     for index, said in enumerate(packed):
         lane.memory[64 * index : 64 * index + 64] = index + 1
         there.copy(said, 0, held, torch.uint8)
         assert held.tolist() == [index + 1] * 64
-    base = lane.memory.data_ptr() - BEHIND
+    base = lane.memory.data_ptr()
     assert (driver.opened, driver.closed) == ([base], [])
     del there
     gc.collect()
     assert driver.closed == [base]
 
 
-def test_what_cannot_be_exported_is_packed(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    lane = lane_of(driver, monkeypatch)
+def test_a_lanes_memory_is_the_drivers_and_goes_back_to_it(driver: Driver):
+    """torch's own may lie in expandable segments, which the driver does not export."""
+    lane = DeviceLane(CPU)
+    (ring,) = driver.given.values()
+    assert (lane.memory.data_ptr(), lane.memory.nbytes) == (ring.data_ptr(), ring.nbytes)
+    del lane
+    gc.collect()
+    assert driver.given == {}
+    driver.refuses.add("allocate")
+    with pytest.raises(DriverFailed, match="cuMemAlloc_v2"):
+        DeviceLane(CPU)
+
+
+def test_what_cannot_be_exported_is_packed(driver: Driver):
+    lane = DeviceLane(CPU)
     weights = torch.zeros(4, 6)
     assert lane.where_it_lies(weights) is None, "the driver does not know it"
     driver.knows(weights)
@@ -146,11 +155,11 @@ def test_what_cannot_be_exported_is_packed(driver: Driver, monkeypatch: pytest.M
     driver.refuses.add("export")
     assert lane.where_it_lies(weights) is None, "memory of expandable segments"
     with pytest.raises(DriverFailed, match="cuIpcGetMemHandle: CUDA_ERROR_INVALID_VALUE"):
-        lane_of(driver, monkeypatch)
+        DeviceLane(CPU)
 
 
-def test_descriptors_are_checked(driver: Driver, monkeypatch: pytest.MonkeyPatch):
-    lane = lane_of(driver, monkeypatch)
+def test_descriptors_are_checked(driver: Driver):
+    lane = DeviceLane(CPU)
     good = lane.export(lane.memory[64:128])
     fields = list(device_lane._LAYOUT.unpack_from(good))
     there, held = opener(), torch.zeros(64, dtype=torch.uint8)

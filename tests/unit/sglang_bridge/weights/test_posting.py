@@ -37,6 +37,7 @@ class Recorder:
         self.lost, self.refuses = lost, refuses
         self.calls: list[str] = []
         self.waits: list[float] = []
+        self.waited_before: list[int] = []
 
     def name(self) -> str:
         return "nccl"
@@ -55,6 +56,7 @@ class Recorder:
         if self.refuses:
             raise RuntimeError("no such rank")
         self.calls.append(f"send {peer}")
+        self.waited_before.append(len(self.waits))
 
     def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> None:
         self.calls.append(f"recv {peer}")
@@ -84,6 +86,15 @@ def test_every_message_is_a_batch_of_its_own():
     expected = ["send 1", "send 2", "recv 2", "recv 1", "recv 1", "send 3"]
     assert group.calls == batches(*expected)
     assert group.waits == [SOONER * TIMEOUT_S] * len(expected)
+
+
+def test_beside_training_nothing_is_queued_behind_a_message():
+    """With one hardware queue it would hold up the collectives that other ranks wait for."""
+    group: Any = Recorder()
+    send(group, messages(1, 2, 3), CPU, beside_training=True)
+    assert group.waited_before == [0, 1, 2]
+    send(group, messages(1, 2, 3), CPU)
+    assert group.waited_before[3:] == [3, 3, 3]
 
 
 def test_a_lost_peer_is_named_before_the_watchdog_ends_the_process():
