@@ -76,6 +76,7 @@ GRAPHS = "CUDA graphs need inputs of one shape, and packed micro-batches differ 
 ADAMW = "it is of another optimizer, and the learner's is AdamW"
 FSDP = "it is of Megatron-FSDP, and the learner wraps its model in DistributedDataParallel"
 CALLABLE = "it holds code, which a file cannot"
+QUANTISED = "checkpoints and weight syncs read the weights as plain numbers"
 
 REFUSED: Names = {
     TransformerConfig: {
@@ -121,6 +122,15 @@ REFUSED: Names = {
             enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
             cuda_graph_warmup_steps external_cuda_graph cuda_graph_impl cuda_graph_modules
             cuda_graph_scope delay_offload_until_cuda_graph"""),
+        "its buffers hold one number of tokens, and packed micro-batches differ in theirs": _names("""
+            tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag
+            tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag
+            tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv
+            tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend"""),
+        "its schedule cuts sequences by itself; use learner.parallel.cp": _names(
+            "hybrid_context_parallel max_seqlen_per_dp_cp_rank"
+        ),
+        QUANTISED: _names("fp8_param fp4_param"),
         "it computes shared experts in a way that no test here has run": _names(
             "moe_shared_expert_overlap use_grouped_gemm_for_shared_expert"
         ),
@@ -191,7 +201,10 @@ REFUSED: Names = {
         "Megatron reads it in its own training script alone; use learner.ddp.bucket_size": _names(
             "num_buckets"
         ),
-        "the learner keeps no weights in fp4": _names("fp4_param_gather"),
+        QUANTISED: _names("fp8_param_gather fp4_param_gather reuse_grad_buf_for_mxfp8_param_ag"),
+        "the learner forms the process groups of one optimizer": _names(
+            "num_distributed_optimizer_instances"
+        ),
     },
     OptimizerConfig: {
         CALLABLE: _names("timers"),
@@ -205,6 +218,7 @@ REFUSED: Names = {
             _names("grad_norm_skip_threshold")
         ),
         GRAPHS: _names("optimizer_cuda_graph"),
+        QUANTISED: _names("reuse_grad_buf_for_mxfp8_param_ag"),
     },
 }
 
@@ -222,8 +236,10 @@ REMOVED: Mapping[type, Mapping[str, str]] = {
 
 QUANTILE = "it passes over routing replay and takes fillers for tokens; use aux_loss"
 STATIC = "it needs one number of tokens, and packed micro-batches differ; use deepep or hybridep"
+FLASH = "it needs flash-attn, which requirements/gpu.lock has not; use fused"
 REFUSED_VALUES: Mapping[type, Mapping[str, Mapping[str, str]]] = {
     TransformerConfig: {
+        "attention_backend": {"flash": FLASH},
         "moe_router_load_balancing_type": {"quantile_balancing": QUANTILE},
         "moe_flex_dispatcher_backend": {"ncclep": STATIC},
     }
@@ -232,13 +248,9 @@ REFUSED_VALUES: Mapping[type, Mapping[str, Mapping[str, str]]] = {
 PASSED: Mapping[type, tuple[str, ...]] = {
     TransformerConfig: _names("""
         pipeline_model_parallel_comm_backend hierarchical_context_parallel_sizes
-        max_seqlen_per_dp_cp_rank hybrid_context_parallel deterministic_mode enable_autocast
+        deterministic_mode enable_autocast
         autocast_dtype num_microbatches_with_partial_activation_checkpoints
-        gradient_accumulation_fusion use_te_rng_tracker tp_comm_overlap tp_comm_bulk_wgrad
-        tp_comm_bulk_dgrad tp_comm_overlap_ag tp_comm_overlap_rs tp_comm_overlap_rs_dgrad
-        tp_comm_split_ag tp_comm_atomic_ag tp_comm_split_rs tp_comm_atomic_rs
-        tp_comm_overlap_disable_qkv tp_comm_overlap_disable_fc1 tp_comm_bootstrap_backend
-        cross_entropy_loss_fusion cross_entropy_fusion_impl
+        gradient_accumulation_fusion use_te_rng_tracker cross_entropy_loss_fusion cross_entropy_fusion_impl
         delay_wgrad_compute overlap_p2p_comm batch_p2p_comm
         batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs wgrad_deferral_limit
         overlap_p2p_comm_warmup_flush cpu_offloading cpu_offloading_num_layers
@@ -252,12 +264,12 @@ PASSED: Mapping[type, tuple[str, ...]] = {
         disable_bf16_reduced_precision_matmul bias_activation_fusion masked_softmax_fusion
         persist_layer_norm memory_efficient_layer_norm bias_dropout_fusion apply_rope_fusion
         use_fused_weighted_squared_relu fused_single_qkv_rope recompute_method recompute_num_layers
-        distribute_saved_activations recompute_modules fp8 fp8_recipe fp8_param
+        distribute_saved_activations recompute_modules fp8 fp8_recipe
         fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len
         fp8_amax_compute_algo fp8_wgrad fp8_dot_product_attention fp8_multi_head_attention
         tp_only_amax_red first_last_layers_bf16 num_layers_at_start_in_bf16
         num_layers_at_end_in_bf16 use_kitchen use_kitchen_attention kitchen_attention_backend fp4
-        fp4_recipe fp4_param fp4_quantizer_factory quant_recipe moe_router_load_balancing_type
+        fp4_recipe fp4_quantizer_factory quant_recipe moe_router_load_balancing_type
         moe_router_padding_for_quantization moe_router_padding_for_fp8 moe_router_dtype
         moe_router_force_load_balancing moe_grouped_gemm moe_aux_loss_coeff moe_z_loss_coeff
         moe_input_jitter_eps moe_token_dropping moe_token_dispatcher_type moe_enable_deepep
@@ -269,14 +281,14 @@ PASSED: Mapping[type, tuple[str, ...]] = {
     MLATransformerConfig: (),
     DistributedDataParallelConfig: _names("""
         grad_reduce_in_fp32 overlap_grad_reduce overlap_param_gather align_param_gather
-        num_distributed_optimizer_instances check_for_nan_in_grad check_for_large_grads bucket_size
+        check_for_nan_in_grad check_for_large_grads bucket_size
         pad_buckets_for_high_nccl_busbw reduce_scatter_with_fp32_accumulation
-        param_name_patterns_for_fp32_local_accumulation average_in_collective fp8_param_gather
-        reuse_grad_buf_for_mxfp8_param_ag gradient_reduce_div_fusion nccl_ub
+        param_name_patterns_for_fp32_local_accumulation average_in_collective
+        gradient_reduce_div_fusion nccl_ub
         disable_symmetric_registration delay_wgrad_compute"""),
     OptimizerConfig: _names("""
         lr min_lr decoupled_lr decoupled_min_lr weight_decay apply_wd_to_qk_layernorm fp8_recipe
-        reuse_grad_buf_for_mxfp8_param_ag use_precision_aware_optimizer store_param_remainders
+        use_precision_aware_optimizer store_param_remainders
         main_grads_dtype main_params_dtype exp_avg_dtype exp_avg_sq_dtype loss_scale
         initial_loss_scale min_loss_scale loss_scale_window hysteresis decoupled_weight_decay
         overlap_param_gather_with_optimizer_step optimizer_cpu_offload optimizer_offload_fraction
