@@ -122,7 +122,7 @@ REFUSED: Names = {
             enable_cuda_graph cuda_graph_use_single_mempool cuda_graph_retain_backward_graph
             cuda_graph_warmup_steps external_cuda_graph cuda_graph_impl cuda_graph_modules
             cuda_graph_scope delay_offload_until_cuda_graph"""),
-        "its buffers hold one number of tokens, and packed micro-batches differ in theirs": _names("""
+        "its buffers hold one number of tokens, and packed micro-batches differ": _names("""
             tp_comm_overlap tp_comm_bulk_wgrad tp_comm_bulk_dgrad tp_comm_overlap_ag
             tp_comm_overlap_rs tp_comm_overlap_rs_dgrad tp_comm_split_ag tp_comm_atomic_ag
             tp_comm_split_rs tp_comm_atomic_rs tp_comm_overlap_disable_qkv
@@ -250,8 +250,8 @@ PASSED: Mapping[type, tuple[str, ...]] = {
         pipeline_model_parallel_comm_backend hierarchical_context_parallel_sizes
         deterministic_mode enable_autocast
         autocast_dtype num_microbatches_with_partial_activation_checkpoints
-        gradient_accumulation_fusion use_te_rng_tracker cross_entropy_loss_fusion cross_entropy_fusion_impl
-        delay_wgrad_compute overlap_p2p_comm batch_p2p_comm
+        gradient_accumulation_fusion use_te_rng_tracker cross_entropy_loss_fusion
+        cross_entropy_fusion_impl delay_wgrad_compute overlap_p2p_comm batch_p2p_comm
         batch_p2p_sync use_ring_exchange_p2p deallocate_pipeline_outputs wgrad_deferral_limit
         overlap_p2p_comm_warmup_flush cpu_offloading cpu_offloading_num_layers
         cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering

@@ -122,10 +122,12 @@ def plan_sync(
     fields: Mapping[str, Any],
     servers: Sequence[ServerLayout],
     settings: SyncSettings,
+    near: tuple[int, ...] = (),
 ) -> SyncPlan:
-    """Plan a weight sync to `servers`, in their order. fields: learner.megatron.
+    """Plan a weight sync to `servers`, in their order.
 
-    CannotReshard: the learner does not hold what the servers want.
+    fields: learner.megatron. near: see Limits. CannotReshard: the learner does not hold what the
+    servers want.
     """
     learner = list(as_held(learner_holdings(spec, parallel, fields), settings.format))
     *firsts, receivers = accumulate((server.tp for server in servers), initial=0)
@@ -139,7 +141,7 @@ def plan_sync(
             (staged if route.name in names else paused).append(route)
         at = tuple(first for first, other in zip(firsts, servers, strict=True) if other == layout)
         layouts.append(LayoutPlan(tuple(staged), tuple(paused), at))
-    limits = Limits(parallel.world_size, receivers, settings.max_elements, settings.relays)
+    limits = Limits(parallel.world_size, receivers, settings.max_elements, settings.relays, near)
     return SyncPlan(tuple(layouts), limits)
 
 

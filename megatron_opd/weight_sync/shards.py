@@ -90,13 +90,15 @@ class Shards:
             require_as_planned(url, spec, layout, found, format)
         learner = self._config.learner
         settings = SyncSettings.of(self._config.weight_sync, dtype, format)
-        plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, settings)
+        there = await self._listening(layouts)
+        near = await self._near(there)
+        plan = plan_sync(spec, learner.parallel, learner.megatron, layouts, settings, near)
         urls = [info.url for info in self._fleet.infos]
         expected = await self._fleet.expect_weights(plan.shares(urls))
         self._sends_in_pause = plan.sends_in_pause
         self._num_bytes = max(size for ranks in expected for size in ranks)
         self._names = frozenset(piece.hf_name for found in pieces.values() for piece in found)
-        await self._form_group(layouts, dtype)
+        await self._form_group(there, layouts, dtype, near)
 
     async def reopen(self) -> None:
         """Form another group, with the servers that the fleet has now."""
@@ -151,23 +153,66 @@ class Shards:
         """Let the servers leave the group."""
         await self._fleet.destroy_weights_group(self._group)
 
-    async def _form_group(self, layouts: Sequence[ServerLayout], dtype: str) -> None:
-        config = self._config.weight_sync
-        # ranks give up before the session does: they know who was silent
-        limit_s = PATIENCE * config.try_s
-        receivers = sum(layout.tp for layout in layouts)
-        senders = self._config.learner.parallel.world_size
-        there = decode(await self._ask(encode(ListenForShards(senders + receivers, limit_s))))
+    @property
+    def _limit_s(self) -> float:
+        """Returns how long ranks wait: they give up before the session, and know who was silent."""
+        return PATIENCE * self._config.weight_sync.try_s
+
+    async def _listening(self, layouts: Sequence[ServerLayout]) -> Listening:
+        there = decode(await self._ask(encode(ListenForShards(self._size(layouts), self._limit_s))))
         assert isinstance(there, Listening)
+        return there
+
+    def _size(self, layouts: Sequence[ServerLayout]) -> int:
+        """Return how many ranks the group has."""
+        receivers = sum(layout.tp for layout in layouts)
+        return self._config.learner.parallel.world_size + receivers
+
+    def _finds_lanes(self, backend: str) -> bool:
+        """Return whether the ranks find out who is on one host.
+
+        NCCL finds that by itself; what servers relay is for a network.
+        """
+        config = self._config.weight_sync
+        return config.same_host == "auto" and backend == "gloo" and not config.relay
+
+    async def _near(self, there: Listening) -> tuple[int, ...]:
+        """Return the learner's rank on the GPU of each rank of a server; see Limits."""
+        if not (any(there.gpus) and self._finds_lanes(there.backend)):
+            return ()
+        answers = await self._fleet.ask_ranks(wire.GPU_ACTION)
+        ranks = {gpu: rank for rank, gpu in enumerate(there.gpus) if gpu}
+        return tuple(
+            ranks.get(answer[wire.GPU], -1)
+            for info in self._fleet.infos
+            for answer in answers[info.url]
+        )
+
+    async def _form_group(
+        self,
+        there: Listening,
+        layouts: Sequence[ServerLayout],
+        dtype: str,
+        near: tuple[int, ...],
+    ) -> None:
+        limit_s, backend = self._limit_s, there.backend
+        size, senders = self._size(layouts), self._config.learner.parallel.world_size
         servers = tuple(
             (info.url, layout.tp, layout.ep)
             for info, layout in zip(self._fleet.infos, layouts, strict=True)
         )
-        size, backend = senders + receivers, there.backend
-        # NCCL finds by itself what is on one host; what servers relay is for a network
-        same_host = config.same_host == "auto" and backend == "gloo" and not config.relay
+        same_host = self._finds_lanes(backend)
         join = Join(
-            there.host, there.port, size, self._group, backend, limit_s, servers, dtype, same_host
+            there.host,
+            there.port,
+            size,
+            self._group,
+            backend,
+            limit_s,
+            servers,
+            dtype,
+            same_host,
+            near,
         )
 
         async def let_servers_join() -> None:

@@ -17,12 +17,14 @@ class ListenForShards(msgspec.Struct, frozen=True, tag=True):
 class Listening(msgspec.Struct, frozen=True, tag=True):
     """Says where rank 0 listens, and with what backend of torch.distributed the group is formed.
 
-    host: the learner's own weight_sync.host, which may be another node's after a restart.
+    host: the learner's own weight_sync.host, which may be another node's after a restart. gpus: of
+    each rank, as sglang_bridge/weights/device_lane.gpu_of names it; "" on a CPU.
     """
 
     host: str
     port: int
     backend: str
+    gpus: tuple[str, ...]
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
@@ -30,6 +32,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
     servers: (url, tp, ep) of each, in order. dtype: torch's name of what their parameters are.
     same_host: whether all ranks find out then who is on one host (sglang_bridge/weights/same_host).
+    near: see sglang_bridge/weights/message_order.Limits.
     """
 
     host: str
@@ -41,6 +44,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     servers: tuple[tuple[str, int, int], ...]
     dtype: str
     same_host: bool
+    near: tuple[int, ...]
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True):

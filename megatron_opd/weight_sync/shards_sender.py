@@ -35,6 +35,7 @@ from megatron_opd.weight_sync.shards_messages import (
     encode,
 )
 from sglang_bridge.errors import one_line
+from sglang_bridge.weights.device_lane import gpu_of
 from sglang_bridge.weights.exchange import Message, PeerLost, Read, send
 from sglang_bridge.weights.formats import Format, dtype_of
 from sglang_bridge.weights.message_order import Bucket, SlicePart
@@ -99,15 +100,17 @@ class ShardsSender:
         self._group = self._store = None
 
     def _listen(self, asked: ListenForShards) -> bytes:
-        if self._full.world.rank != 0:
+        world = self._full.world
+        gpus = all_gather_json(gpu_of(world.device), world)
+        if world.rank != 0:
             return b""
         host = self._config.weight_sync.host
         store = groups.listen(host, 0, asked.world_size, asked.timeout_s)
         self._store = store
         backend = self._config.weight_sync.backend
         if backend == "auto":
-            backend = "nccl" if self._full.world.device.type == "cuda" else "gloo"
-        return encode(Listening(host, store.port, backend))
+            backend = "nccl" if world.device.type == "cuda" else "gloo"
+        return encode(Listening(host, store.port, backend, tuple(gpus)))
 
     def _join(self, asked: Join) -> str | None:
         """Form the group; returns why not."""
@@ -139,7 +142,9 @@ class ShardsSender:
         servers = [ServerLayout(tp, ep) for _, tp, ep in asked.servers]
         format = self._config.student.quantization
         settings = SyncSettings.of(self._config.weight_sync, asked.dtype, format)
-        plan = plan_sync(full.spec, learner.parallel, learner.megatron, servers, settings)
+        plan = plan_sync(
+            full.spec, learner.parallel, learner.megatron, servers, settings, asked.near
+        )
         views = self._views(format, asked.dtype)
         first, rank = full.world.size, full.world.rank
         self._staged, self._paused = (

@@ -51,6 +51,7 @@ from sglang_bridge.server.spec import (
     SEED_VARIABLE,
     WEIGHTS_DIR_VARIABLE,
 )
+from sglang_bridge.weights.device_lane import gpu_of
 from sglang_bridge.weights.formats import HELD_AS, SCALES_SUFFIX
 from sglang_bridge.weights.same_host import find_lanes
 from sglang_bridge.weights.share import decode_share
@@ -221,6 +222,7 @@ def around_check_weights(
         wire.PIECE_ACTION: pieces.piece_list,
         wire.DIGEST_ACTION: live_digests,
         wire.MODEL_ACTION: model_facts,
+        wire.GPU_ACTION: lambda _: {wire.GPU: gpu_of(torch.device(_runner.device))},
         wire.PROGRESS_ACTION: lambda _: progress(),
         wire.WORK_ACTION: lambda _: {wire.WORK: msgspec.json.encode(_meter.work()).decode()},
         wire.EXPECT_ACTION: lambda model: expect_weights(model, argument),

@@ -28,6 +28,11 @@ _LAYOUT = struct.Struct(f"<c16s{HANDLE_BYTES}sQQQ")
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
 
 
+def gpu_of(device: torch.device) -> str:
+    """Return what names a GPU in every process; "" for another device."""
+    return _uuid(_indexed(device)).hex() if device.type == "cuda" else ""
+
+
 class _Handle(ctypes.Structure):
     """Describes CUipcMemHandle, which the driver takes by value."""
 

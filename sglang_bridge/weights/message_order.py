@@ -118,13 +118,23 @@ class Limits:
     """Holds what all ranks agree on.
 
     senders: ranks of the learner. receivers: ranks of all servers. max_elements: of a bucket.
-    relays: whether servers pass on what they receive.
+    relays: whether servers pass on what they receive. near: where they do not, the learner's rank
+    on each receiver's GPU (-1: none), which serves it with all that it holds; empty: none anywhere.
     """
 
     senders: int
     receivers: int
     max_elements: int
     relays: bool = False
+    near: tuple[int, ...] = ()
+
+    def source(self, route: Route, server: int, receiver: int) -> int:
+        """Return the learner's rank that a route comes from to a server's rank.
+
+        server: counted from 0 among those of its layout. receiver: among those of all servers.
+        """
+        near = self.near[receiver] if self.near else -1
+        return near if near in route.sources else route.source(server)
 
 
 Stream = tuple[int, int, Kind]
@@ -146,8 +156,15 @@ def outgoing(
                 replicas = len(route.sources)
                 served = firsts[:replicas] if limits.relays else firsts
                 first = (route.sources.index(source) - route.turn) % replicas
+                mine = served[first::replicas]
+                if limits.near:
+                    mine = [
+                        start
+                        for index, start in enumerate(firsts)
+                        if limits.source(route, index, start + route.destination) == source
+                    ]
                 stream, part = _stream(route, source, limits), _part(route)
-                for start in served[first::replicas]:
+                for start in mine:
                     streams[start + route.destination, stream].append(part)
     keyed: list[tuple[Key, Bucket]] = []
     for (receiver, stream), parts in streams.items():
@@ -164,7 +181,7 @@ def incoming(
     streams: dict[Stream, list[SlicePart]] = defaultdict(list)
     for route in routes:
         if route.destination == rank:
-            source = route.source(place.index)
+            source = limits.source(route, place.index, place.firsts[place.index] + rank)
             streams[_stream(route, source, limits)].append(_part(route))
     keyed: list[tuple[Key, tuple[Stream, int], _Leg, tuple[SlicePart, ...] | None]] = []
     for stream, parts in streams.items():

@@ -51,7 +51,8 @@ def encode_share(routes: str, place: SlicePlace, names: Sequence[str], limits: L
     routes: of encode_routes. names: of the servers of its layout, for errors.
     """
     at = [place.index, place.firsts, names]
-    head = [*at, limits.senders, limits.receivers, limits.max_elements, limits.relays]
+    held = [limits.senders, limits.receivers, limits.max_elements, limits.relays, limits.near]
+    head = [*at, *held]
     return f"{json.dumps(head, separators=(',', ':'))} {routes}"
 
 
@@ -65,9 +66,9 @@ def decode_share(text: str, rank: int) -> dict[str, Any]:
     """
     head, _, routes = text.rpartition(" ")
     try:
-        index, firsts, names, senders, receivers, max_elements, relays = json.loads(head)
+        index, firsts, names, senders, receivers, max_elements, relays, near = json.loads(head)
         place = SlicePlace(index, tuple(firsts))
-        limits = Limits(senders, receivers, max_elements, relays)
+        limits = Limits(senders, receivers, max_elements, relays, tuple(near))
         if not 0 <= index < len(firsts) == len(names):
             raise ValueError(f"no server {index} among {len(firsts)} of {len(names)} names")
         raw = _inflated(base64.b64decode(routes, validate=True))

@@ -21,6 +21,7 @@ class Case:
     parallel: ParallelConfig
     servers: tuple[ServerLayout, ...]
     settings: SyncSettings
+    near: tuple[int, ...] = ()
 
 
 def random_spec(rng: random.Random) -> ModelSpec:
@@ -83,4 +84,9 @@ def random_case(seed: int) -> Case:
     staged = rng.choice([0, 0, 1000, 6000, float("inf")])
     format = rng.choice([None, "int8", "fp8"])
     settings = SyncSettings("bfloat16", format, limit, staged, relays=rng.random() < 0.5)
-    return Case(spec, random_learner(rng, spec), servers, settings)
+    parallel = random_learner(rng, spec)
+    near: tuple[int, ...] = ()
+    if not settings.relays and rng.random() < 0.5:  # some share a GPU with a rank of the learner
+        receivers = sum(server.tp for server in servers)
+        near = tuple(rng.randrange(-1, parallel.world_size) for _ in range(receivers))
+    return Case(spec, parallel, servers, settings, near)

@@ -57,6 +57,8 @@ class Wire:
         self.shares: Sequence[str] = ()
         self.joined: Join | None = None
         self.backend = "gloo"
+        self.gpus = ("",)
+        self.server_gpus: dict[str, list[dict[str, str]]] = {}
 
     async def step(self, name: str) -> None:
         self.log.append(name)
@@ -76,7 +78,7 @@ class Wire:
             case ListenForShards():
                 assert message.world_size == 1 + 3
                 await self.step("listen")
-                return encode(Listening("127.0.0.1", 4711, self.backend))
+                return encode(Listening("127.0.0.1", 4711, self.backend, self.gpus))
             case Join():
                 self.joined = message
                 await self.step("learner joins")
@@ -125,6 +127,8 @@ class Wire:
         await self.step(action)
         if action.startswith(wire_names.SAME_HOST_ACTION):
             return {}
+        if action == wire_names.GPU_ACTION:
+            return self.server_gpus
         self.polls -= 1
         answer = {wire_names.PENDING: ""} if self.polls > 0 else {}
         return {info.url: [{}, answer] for info in self.infos}

@@ -40,7 +40,7 @@ def first_receivers(servers: Sequence[ServerLayout]) -> list[int]:
 
 
 def plan_of(case: Case) -> SyncPlan:
-    return plan_sync(case.spec, case.parallel, {}, case.servers, case.settings)
+    return plan_sync(case.spec, case.parallel, {}, case.servers, case.settings, case.near)
 
 
 def shares_of(case: Case, plan: SyncPlan) -> list[dict[str, list[Message]]]:
@@ -135,7 +135,10 @@ def check_learner_sends_once(case: Case, plan: SyncPlan) -> None:
 
 
 def check_parts(case: Case, shares: list[dict[str, list[Message]]]) -> None:
-    """Every receiver gets what its layout says, each index once, from a rank that holds it."""
+    """Every receiver gets what its layout says, each index once, from a rank that holds it.
+
+    From the rank on its GPU where that does.
+    """
     senders = case.parallel.world_size
     sources: dict[str, list[Held]] = defaultdict(list)
     for held in as_held(learner_holdings(case.spec, case.parallel), case.settings.format):
@@ -148,19 +151,26 @@ def check_parts(case: Case, shares: list[dict[str, list[Message]]]) -> None:
                 wanted[rank][held.name] = held
         for rank in range(layout.tp):
             parts: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+            near = case.near[first + rank] if case.near else -1
             for source, receiver, slices in itertools.chain(*shares[first + rank].values()):
                 if receiver != senders + first + rank:
                     continue
                 for name, dim, start, length in slices:
                     parts[name].append((dim, start, length))
                     # who passes it on has received it: check_both_ends
-                    assert source >= senders or any(
-                        source in held.ranks
-                        and (held.is_whole or held.dim == dim)
-                        and (held.is_whole or held.start <= start)
-                        and (held.is_whole or start + length <= held.start + held.length)
+                    holders = {
+                        holder
                         for held in sources[name]
-                    ), (name, source)
+                        if held.is_whole
+                        or (
+                            held.dim == dim
+                            and held.start <= start
+                            and start + length <= held.start + held.length
+                        )
+                        for holder in held.ranks
+                    }
+                    assert source >= senders or source in holders, (name, source)
+                    assert source == near or near not in holders, (name, source)
             assert parts.keys() == wanted[rank].keys()
             for name, held in wanted[rank].items():
                 (dim,) = {dim for dim, _, _ in parts[name]}

@@ -29,7 +29,7 @@ def spec(moe: Path) -> ModelSpec:
     return read_model_spec(moe)
 
 
-OPENED = ["pieces", "expect", "listen", "servers join", "learner joins"]
+OPENED = ["pieces", "listen", "expect", "servers join", "learner joins"]
 
 
 @pytest.fixture
@@ -91,6 +91,20 @@ def test_all_ranks_agree_who_is_on_one_host(wire: Wire, moe: Path, backend: str,
     assert (wire.joined.backend, wire.joined.same_host) == (backend, agrees)
 
 
+@pytest.mark.parametrize(("same_host", "asked"), [("auto", True), ("off", False)])
+def test_a_server_on_the_learners_gpu_is_served_from_there(
+    wire: Wire, moe: Path, same_host: str, *, asked: bool
+):
+    wire.config = minimal(student={"model": str(moe)}, weight_sync={"same_host": same_host})
+    gpu = wire_names.GPU
+    wire.gpus = ("ab",)
+    wire.server_gpus = {"http://a:1": [{gpu: "cd"}, {gpu: "ab"}], "http://b:2": [{gpu: "ab"}]}
+    run_virtual(opened(wire))
+    assert (wire_names.GPU_ACTION in wire.log) == asked
+    assert wire.joined is not None
+    assert wire.joined.near == ((-1, 0, 0) if asked else ())
+
+
 def test_what_the_learner_s_ranks_could_not_do_is_told(wire: Wire):
     """Those that sent are not named; the transport can be opened again afterwards."""
 
@@ -131,7 +145,7 @@ async def opened(wire: Wire) -> Shards:
 
 @pytest.mark.parametrize(
     ("step", "done"),
-    [("pieces", 1), ("expect", 2), ("listen", 3), ("servers join", 5), ("learner joins", 5)],
+    [("pieces", 1), ("listen", 2), ("expect", 3), ("servers join", 5), ("learner joins", 5)],
 )
 def test_a_failure_while_opening_goes_no_further(wire: Wire, step: str, done: int):
     wire.fails[step] = WeightSyncFailed(f"{URL} rank 1: no {step}")

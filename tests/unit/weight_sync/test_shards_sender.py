@@ -40,7 +40,7 @@ def test_a_part_that_is_not_all_here_is_named(asked: SlicePart):
 def test_what_is_no_request_is_refused():
     full: Any = SimpleNamespace(dtype=torch.float32, world=SimpleNamespace(rank=0, size=1))
     sender = ShardsSender(full, minimal())
-    for answer in (Listening("127.0.0.1", 1, "gloo"), SendOutcome(())):
+    for answer in (Listening("127.0.0.1", 1, "gloo", ("",)), SendOutcome(())):
         with pytest.raises(ValueError, match=f"{type(answer).__name__} is an answer of the learn"):
             sender.handle(encode(answer))
     for frame in (

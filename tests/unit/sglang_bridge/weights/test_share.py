@@ -86,7 +86,7 @@ def packed(tree: Any) -> str:
     return base64.b64encode(zlib.compress(json.dumps(tree).encode())).decode()
 
 
-HEAD = '[0,[0],["a server"],6,6,20,false]'
+HEAD = '[0,[0],["a server"],6,6,20,false,[]]'
 EMPTY = packed({"sources": [], STAGED: [], PAUSED: []})
 ROW = ["a", 0, 0, 4, 0, 0, 40, 0, "plain"]
 EMPTY_ROW = ["a", 0, 0, 0, 0, 0, 40, 0, "plain"]
@@ -94,15 +94,15 @@ BAD = {
     "nothing": "",
     "no routes": HEAD,
     "a head of three": f"[0,0,6] {EMPTY}",
-    "a server that is not there": f'[1,[0],["a"],6,6,20,true] {EMPTY}',
-    "a server before the first one": f'[-1,[0],["a"],6,6,20,true] {EMPTY}',
-    "servers without names": f"[0,[0,2],[],6,6,20,true] {EMPTY}",
-    "servers that are a number": f'[0,7,["a"],6,6,20,true] {EMPTY}',
-    "a server at no rank": f"[0,[null],[null],6,6,20,true] {EMPTY}",
+    "a server that is not there": f'[1,[0],["a"],6,6,20,true,[]] {EMPTY}',
+    "a server before the first one": f'[-1,[0],["a"],6,6,20,true,[]] {EMPTY}',
+    "servers without names": f"[0,[0,2],[],6,6,20,true,[]] {EMPTY}",
+    "servers that are a number": f'[0,7,["a"],6,6,20,true,[]] {EMPTY}',
+    "a server at no rank": f"[0,[null],[null],6,6,20,true,[]] {EMPTY}",
     "a head that is none": f"null {EMPTY}",
     "a head that is an object": f"{{}} {EMPTY}",
     "a head without an end": f"{'[' * 100_000} {EMPTY}",
-    "a server of a control character": f'[0,"\x1b[2J",["a"],6,6,20,true] {EMPTY}',
+    "a server of a control character": f'[0,"\x1b[2J",["a"],6,6,20,true,[]] {EMPTY}',
     "no base64": f"{HEAD} ???",
     "no zlib": f"{HEAD} {base64.b64encode(b'[]').decode()}",
     "cut short": TEXT[:-8],
@@ -115,8 +115,12 @@ BAD = {
     "a short row": f"{HEAD} {packed({'sources': [[0]], STAGED: [], PAUSED: [ROW[:-1]]})}",
     "no length": f"{HEAD} {packed({'sources': [[0]], STAGED: [EMPTY_ROW], PAUSED: []})}",
     "text for a number": f"{HEAD} {packed({'sources': [['x']], STAGED: [], PAUSED: [ROW]})}",
+    "ranks on fewer GPUs than there are": (
+        f'[0,[2],["a"],6,6,20,false,[1]] {packed({"sources": [[0]], STAGED: [], PAUSED: [ROW]})}'
+    ),
+    "ranks on a number": f'[0,[0],["a"],6,6,20,false,7] {EMPTY}',
     "no receivers": (
-        f'[0,[0],["a"],6,0,20,true] {packed({"sources": [[0]], STAGED: [], PAUSED: [ROW]})}'
+        f'[0,[0],["a"],6,0,20,true,[]] {packed({"sources": [[0]], STAGED: [], PAUSED: [ROW]})}'
     ),
 }
 
