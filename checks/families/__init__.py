@@ -35,7 +35,7 @@ from sglang_bridge.ports import free_port
 from sglang_bridge.server.forks import preload
 from sglang_bridge.server.launch import ServerProcess
 from sglang_bridge.server.spec import ServerSpec, server_env
-from tests.support.families import LIMITED, MISSERVED, SERVED, TinyFamily, make
+from tests.support.families import LIMITED, MISSERVED, SERVED, Maker, TinyFamily, make
 from tests.support.family_errors import ARGUMENTS, PROMPTS, ROLLOUTS, Answers, ask, errors, seen
 from tests.support.oracles import load_reference
 
@@ -118,7 +118,7 @@ def added(names: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def measured_served(name: str, family: TinyFamily, base: Path) -> dict[str, Any]:
+def measured_served(name: str, family: TinyFamily | Maker, base: Path) -> dict[str, Any]:
     """The errors of one family, and the changed tensor that shows least."""
     path = make(family, base / name)
     facts = read_served(path, "teacher.model")

@@ -6,15 +6,23 @@ beyond both. transformers writes rope_parameters; published files have rope_thet
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from tests.support.models import VOCAB_SIZE, write_tokenizer
+from tests.support.delta_models import published_qwen3_5, published_qwen3_5_moe, tiny_qwen3_5
+from tests.support.latent_models import (
+    tiny_deepseek_v2,
+    tiny_deepseek_v3,
+    tiny_glm4_moe_lite,
+    tiny_moonlight,
+)
+from tests.support.models import VOCAB_SIZE, tiny_qwen2_moe, write_tokenizer
 
 Fields = Mapping[str, Any]
 
@@ -296,7 +304,14 @@ def with_ropes(name: str, family: TinyFamily, *kinds: str) -> dict[str, TinyFami
     return {name: family, **varied}
 
 
-SERVED: Mapping[str, TinyFamily] = {
+def published_dense_qwen3_5(path: Path, **options: Any) -> Path:
+    """Writes a random dense Qwen3.5 checkpoint of the published class."""
+    return published_qwen3_5(tiny_qwen3_5(path / "text", **options), path)
+
+
+Maker = Callable[..., Path]
+"""Writes a checkpoint to a path, with seed and head_std."""
+SERVED: Mapping[str, TinyFamily | Maker] = {
     **with_ropes("Llama", LLAMA, *ALL_ROPES),
     "Llama, attention_bias": LLAMA.with_fields(attention_bias=True),
     **with_ropes("Qwen2", QWEN2, *ALL_ROPES),
@@ -339,6 +354,14 @@ SERVED: Mapping[str, TinyFamily] = {
     "gpt-oss": GPT_OSS,
     "MiniMax-M2": MINIMAX_M2,
     "gpt-oss, truncated yarn": GPT_OSS.with_fields(**rope(**YARN)),
+    "Qwen2-MoE": tiny_qwen2_moe,
+    "DeepSeek-V2-Lite": tiny_deepseek_v2,
+    "DeepSeek-V3, R1, Kimi-K2": tiny_deepseek_v3,
+    "Moonlight": tiny_moonlight,
+    # transformers normalises latents with 1e-6, whatever rms_norm_eps is
+    "GLM-4.7-Flash": partial(tiny_glm4_moe_lite, rms_norm_eps=1e-6),
+    "Qwen3.5, with a vision tower": published_dense_qwen3_5,
+    "Qwen3.5-MoE, with a vision tower": published_qwen3_5_moe,
 }
 """What SGLang serves rightly, by what it is called."""
 
@@ -411,8 +434,10 @@ MISSERVED: Mapping[str, tuple[TinyFamily, str]] = {
 """What SGLang serves wrongly, most of it without a word, and what refuses it."""
 
 
-def make(family: TinyFamily, path: Path, seed: int = 3, head_std: float = 2.0) -> Path:
+def make(family: TinyFamily | Maker, path: Path, seed: int = 3, head_std: float = 2.0) -> Path:
     """Write the checkpoint (float32, about 0.2 M parameters) to `path`, with a tokenizer."""
+    if not isinstance(family, TinyFamily):
+        return family(path, seed=seed, head_std=head_std)
     torch.manual_seed(seed)
     fields = {key: value for key, value in BASE.items() if key not in family.without}
     config = getattr(transformers, family.config)(**copy.deepcopy(fields | dict(family.fields)))

@@ -97,6 +97,7 @@ def test_every_measured_architecture_is_in_the_record():
     found = {(row["architecture"], row["rope"]) for row in record["served"] + record["limited"]}
     allowed = {(name, kind) for name, row in MEASURED.items() for kind in row.ropes}
     assert allowed <= found
+    assert {family.architecture for family in FAMILIES.values()} <= {name for name, _ in found}
     assert record["failed"] == []
     assert {row["name"] for row in record["served"]} == set(SERVED)
     assert {row["name"] for row in record["misserved"]} == set(MISSERVED)
