@@ -9,13 +9,15 @@ from megatron_opd.models.families.table import FAMILIES
 from tools.findings_table import Records
 
 WAYS = ("prefill", "chunked prefill", "cached prefix", "decode")
-ONLY_STUDENTS = {
+STUDENTS = {
+    "Phi3ForCausalLM": "Phi-3, Phi-4",
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-MoE",
     "DeepseekV2ForCausalLM": "DeepSeek-V2-Lite",
     "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Moonlight, Kimi-K2 text",
     "Glm4MoeLiteForCausalLM": "GLM-4.7-Flash",
 }
-"""Models of architectures that are accepted for their family of students alone."""
+"""Models of architectures that are accepted for their family of students alone, or some as teachers
+only (Phi-4-mini, for its longrope)."""
 
 
 def served_families(records: Records) -> str:
@@ -96,8 +98,8 @@ def refused_families(_: Records) -> str:
 def trained_models(_: Records) -> str:
     """The models that students may be of."""
     trained = {family.architecture for family in FAMILIES.values()}
-    named = [row.published for name, row in MEASURED.items() if name in trained]
-    return ", ".join([*named, *(ONLY_STUDENTS[name] for name in sorted(trained - MEASURED.keys()))])
+    served = {name: row.published for name, row in MEASURED.items() if name in trained}
+    return ", ".join((served | STUDENTS).values())
 
 
 def measured_models(_: Records) -> str:
