@@ -1,10 +1,17 @@
-"""Multiplies matrices on a CPU so that rows do not depend on how many rows there are.
+"""Computes on a CPU so that rows do not depend on how many rows there are.
 
 A server batches what happens to arrive, so a request's log-probs are reproducible only if each row
 of a product is the same bits whatever stands beside it. MKL's float32 products are, from a few rows
-on; with fewer it takes kernels that add in another order. Products of few rows are therefore
-computed with rows of zeros below them. What the rest of a forward pass does on a CPU (norms,
-softmax, attention, one request at a time) works row by row.
+and two columns on; with fewer it takes kernels that add in another order. Such products are
+therefore computed with zeros beside them.
+
+Of sigmoids and what is made of them torch computes whole vectors in one way, and the numbers that
+are left over at the end of a tensor in another: sizes of rows that are no multiple of a vector, as
+few experts or the one gate of a shared expert, make that depend on the rows. They are computed from
+exponentials and hyperbolic tangents here, which do not.
+
+What the rest of a forward pass does on a CPU (norms, softmax, attention, one request at a time)
+works row by row.
 
 SGLang's own batch-invariant operations (`enable_batch_invariant_mode`) are Triton kernels, and do
 the same on a GPU.
@@ -12,13 +19,15 @@ the same on a GPU.
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
 
-MIN_ROWS = 16
+MIN_ROWS, MIN_COLUMNS = 16, 2
 # From the least to more than a decode step or a chunk of a prefill has, multiples of no kernel's
 # tile among them.
 CHECKED_ROWS = (MIN_ROWS, MIN_ROWS + 1, 33, 64, 100, 256)
@@ -31,7 +40,7 @@ class NotInvariant(RuntimeError):
 
 
 def enable() -> None:
-    """Makes every product of CPU matrices in this process invariant. Safe to repeat."""
+    """Makes products and activations of CPU tensors in this process invariant. Safe to repeat."""
     global _library
     if _library is None:
         _library = torch.library.Library("aten", "IMPL")
@@ -39,6 +48,8 @@ def enable() -> None:
             warnings.simplefilter("ignore")  # that a kernel is being replaced
             _library.impl("mm", _mm, "CPU")
             _library.impl("addmm", _addmm, "CPU")
+            for name, function in ACTIVATIONS.items():
+                _library.impl(name, function, "CPU")
 
 
 def check(weights: Iterable[torch.Tensor]) -> None:
@@ -80,11 +91,13 @@ def _check_one(weight: torch.Tensor) -> None:
 
 
 def _mm(a_MK: torch.Tensor, b_KN: torch.Tensor) -> torch.Tensor:
-    rows = a_MK.shape[0]
+    (rows, inputs), columns = a_MK.shape, b_KN.shape[1]
     if rows < MIN_ROWS:
-        a_MK = torch.cat([a_MK, a_MK.new_zeros(MIN_ROWS - rows, a_MK.shape[1])])
+        a_MK = torch.cat([a_MK, a_MK.new_zeros(MIN_ROWS - rows, inputs)])
+    if columns < MIN_COLUMNS:
+        b_KN = torch.cat([b_KN, b_KN.new_zeros(inputs, MIN_COLUMNS - columns)], 1)
     out = a_MK.new_empty(a_MK.shape[0], b_KN.shape[1])
-    return torch.mm(a_MK, b_KN, out=out)[:rows]
+    return torch.mm(a_MK, b_KN, out=out)[:rows, :columns].contiguous()
 
 
 def _addmm(
@@ -96,3 +109,49 @@ def _addmm(
     alpha: float = 1,
 ) -> torch.Tensor:
     return _mm(a_MK, b_KN) * alpha + bias * beta
+
+
+def _in_float32(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Compute `function` in float32 at least, for a result of the argument's own type."""
+
+    @wraps(function)
+    def computed(x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return function(x.to(wide), *args, **kwargs).to(x.dtype if x.is_floating_point() else wide)
+
+    return computed
+
+
+@_in_float32
+def _sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return 1 / (1 + torch.exp(-x))
+
+
+@_in_float32
+def _silu(x: torch.Tensor) -> torch.Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+@_in_float32
+def _gelu(x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
+    if approximate == "none":
+        return x * (1 + torch.erf(x / math.sqrt(2))) / 2
+    return x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2
+
+
+@_in_float32
+def _softplus(x: torch.Tensor, beta: float = 1, threshold: float = 20) -> torch.Tensor:
+    scaled = x * beta
+    soft = torch.log1p(torch.exp(scaled.clamp(max=threshold))) / beta
+    return torch.where(scaled > threshold, x, soft)
+
+
+ACTIVATIONS: Mapping[str, Callable[..., torch.Tensor]] = {
+    "sigmoid": _sigmoid,
+    "sigmoid_": lambda x: x.copy_(_sigmoid(x)),
+    "silu": _silu,
+    "silu_": lambda x: x.copy_(_silu(x)),
+    "gelu": _gelu,
+    "softplus": _softplus,
+}
+"""By the name of torch's operator."""

@@ -31,16 +31,75 @@ with torch.inference_mode():
             assert torch.allclose(with_bias.double(), exact[:rows] + bias.double(), atol=1e-4)
         scaled = torch.addmm(bias, x, weight.T, beta=0.5, alpha=2.0)
         assert torch.allclose(scaled.double(), 2 * exact + bias.double() / 2, atol=1e-4)
+    gate, x = torch.randn(1, 64, generator=generator), torch.randn(40, 64, generator=generator)
+    whole = torch.nn.functional.linear(x, gate)
+    for first, rows in ((0, 1), (3, 2), (5, 17), (0, 33)):
+        some = torch.nn.functional.linear(x[first : first + rows], gate)
+        assert torch.equal(some, whole[first : first + rows])
     invariance.check([torch.randn(512, 128), torch.randn(3, 64, 32), torch.randn(7)])
     assert torch.randn(0, 4).mm(torch.randn(4, 2)).shape == (0, 2)
 print("invariant")
 """
 
 
-def test_products_do_not_see_the_batch():
-    """In a process of its own: the products of that whole process are replaced."""
+ACTIVATIONS = """
+import torch
+from torch.nn import functional as F
+from sglang_bridge.server import invariance
+
+torch.set_num_threads(1)
+FUNCTIONS = {
+    "sigmoid": torch.sigmoid,
+    "sigmoid_": lambda x: x.clone().sigmoid_(),
+    "silu": F.silu,
+    "silu_": lambda x: F.silu(x.clone(), inplace=True),
+    "gelu": F.gelu,
+    "gelu, tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "softplus": F.softplus,
+    "softplus, other": lambda x: F.softplus(x, beta=0.5, threshold=1.0),
+}
+
+
+def differences():
+    '''Which functions give rows other bits by themselves, and the largest errors.'''
+    generator, seeing, errors = torch.Generator().manual_seed(0), set(), {}
+    for columns in (1, 4, 24, 96):
+        for dtype in (torch.float32, torch.bfloat16):
+            x = (4 * torch.randn(64, columns, generator=generator)).to(dtype)
+            for name, function in FUNCTIONS.items():
+                whole, exact = function(x), function(x.double())
+                assert whole.dtype == dtype
+                for first in range(12):
+                    for rows in (1, 2, 7, 17, 33):
+                        some = function(x[first : first + rows])
+                        if not torch.equal(some, whole[first : first + rows]):
+                            seeing.add(name)
+                error = ((whole.double() - exact) / exact.abs().clamp(min=0.1)).abs().max().item()
+                errors[dtype] = max(errors.get(dtype, 0.0), error)
+    return seeing, errors
+
+
+with torch.inference_mode():
+    before, torchs = differences()
+    invariance.enable()
+    after, ours = differences()
+    assert {"sigmoid", "silu", "gelu", "softplus"} <= before, before
+    assert after == set(), after
+    assert ours[torch.float32] < 1e-6 and ours[torch.bfloat16] < 5e-3, (ours, torchs)
+    far = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4])
+    assert torch.sigmoid(far).tolist() == [0.0, torch.sigmoid(far)[1].item(), 0.5, 1.0, 1.0]
+    assert F.silu(far).tolist() == [0.0, F.silu(far)[1].item(), 0.0, 100.0, 1e4]
+    assert F.softplus(far).tolist()[2:] == [F.softplus(far)[2].item(), 100.0, 1e4]
+    assert torch.isfinite(F.silu(far)).all() and F.softplus(far)[0] == 0
+print("invariant")
+"""
+
+
+@pytest.mark.parametrize("program", [INVARIANT, ACTIVATIONS], ids=["products", "activations"])
+def test_rows_do_not_see_the_batch(program: str):
+    """In a process of its own: the operators of that whole process are replaced."""
     found = subprocess.run(
-        [sys.executable, "-c", INVARIANT], capture_output=True, text=True, check=False, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=120
     )
     assert found.stdout == "invariant\n", found.stderr
 
