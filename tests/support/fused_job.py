@@ -30,7 +30,8 @@ from tests.support.lean_cases import Case, case, dense, exactly, outcome
 SMALL = KernelShape(rows=16, ids=16, depth=16, group=2, tiles_a_part=3, widen=True)
 WIDE = KernelShape(rows=16, ids=32, depth=16, group=3, tiles_a_part=1, widen=True)
 BLOCK = (8, 24)
-# rows, ids, H, pairs: less than a tile, just one, one more, ragged in each direction, many parts
+# rows, ids, H, pairs: less than a tile, just one, one more, ragged in each direction, many parts,
+# and an H that a pair's product takes in two steps
 SHAPES = (
     (1, 1, 1, 2),
     (3, 9, 5, 7),
@@ -39,6 +40,7 @@ SHAPES = (
     (33, 70, 20, 50),
     (5, 210, 33, 300),
     (70, 18, 8, 0),
+    (5, 40, 300, 20),
 )
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
