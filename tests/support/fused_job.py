@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_opd.losses import eager, kernels
+from megatron_opd.losses import fused as fused_way
 from megatron_opd.losses.blocks import BlockPlan
 from megatron_opd.losses.eager import EagerPasses
 from megatron_opd.losses.fused import KernelShape, fused_passes
@@ -114,6 +115,9 @@ def alone() -> Iterator[dict[str, Any]]:
             yield from errors(name, given, exactly(given), temperature=0.7)
     given = case(19, 90, 12, 80, torch.float32)
     yield from errors("wide tiles", given, exactly(given), how=WIDE)
+    two_columns_bytes = 2 * len(given.hidden_TH) * SMALL.ids * given.hidden_TH.element_size()
+    with mock.patch.object(fused_way, "GRADIENT_BYTES", two_columns_bytes):
+        yield from errors("slices of the vocabulary", given, exactly(given))
     for scale in (1e-4, 3e3):
         extreme = given._replace(hidden_TH=given.hidden_TH * scale)
         yield from errors(f"logits x {scale:g}", extreme, exactly(extreme))

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 from megatron_opd.losses import kernels
 from megatron_opd.losses.fused import KernelShape, can_fuse, fused_passes, place_sums, shape_of
 from megatron_opd.losses.lean import lean_logp
-from megatron_opd.losses.passes import HeadSlice
+from megatron_opd.losses.passes import HeadSlice, Sums
 from sglang_bridge.ports import free_port
 from tests.support.compiled import (
     CAPABILITIES,
@@ -69,6 +70,7 @@ def test_no_further_from_float64_than_twice_the_blockwise_path(rows: list[dict[s
         for shape in SHAPES:
             name = f"{str(dtype).removeprefix('torch.')} {shape}"
             assert {(name, r) for r in RESULTS if shape[3] or r != "logp_N"} <= found
+    assert ("slices of the vocabulary", "grad_weight") in found
     _check(rows)
     narrow = [row for row in rows if row["case"].startswith("float32")]
     largest = {(row["case"], row["result"]): row["largest"] for row in narrow}
@@ -155,6 +157,25 @@ def test_equal_pairs_are_one_number_of_the_gradient():
 
     assert place_sums(place_N, value_N).tolist() == [10101, 100010, 10101, 1000, 10101, 100010]
     assert place_sums(place_N[:0], value_N[:0]).tolist() == []
+
+
+def test_rounding_makes_no_probability_larger_than_one():
+    """A pair's logit that is added up in another order can lie above the largest of its row."""
+    top_T = torch.tensor([20.0])
+    sums = Sums(top_T, torch.ones(1), None, torch.nextafter(top_T, 2 * top_T))
+    passes: Any = SimpleNamespace(sums=lambda *_, entropy: sums)
+    place_N = torch.tensor([0])
+
+    found = lean_logp(
+        torch.ones(1, 1),
+        HeadSlice(torch.ones(1, 1)),
+        place_N,
+        place_N,
+        entropy=False,
+        passes=passes,
+    )
+
+    assert found.logp_N.tolist() == [0.0]
 
 
 def test_a_pair_outside_the_logits_is_an_error():
