@@ -16,6 +16,7 @@ VOCAB = 151_936
 SIZES = (  # heads of 1.7 B and 30 B models; the wider one leaves dense logits no room on 80 GB
     Size(16_384, VOCAB, 2048, 8, "bfloat16"),
     Size(16_384, VOCAB, 4096, 8, "bfloat16"),
+    Size(16_384, VOCAB, 2048, 64, "bfloat16"),  # what pairs cost
 )
 DRY_SIZES = (Size(64, 4096, 64, 8, "float32"),)
 PATHS: dict[str, Callable[[Inputs], None]] = {

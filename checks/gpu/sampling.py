@@ -1,10 +1,10 @@
 """What draws cost a decode step, and scores a prefill, on logits alone, and how exact they are.
 
 Decode: the operations of a server's step for B requests, beside the softmax and the single draw
-that the sampler makes anyway, the same with torch's operations instead of kernels, and draws from
-whole probabilities (benchmarks/dense_draws.py). Scores: the ids of L response rows as a teacher's
-forward pass scores them, beside the one pass over the logits that they need. Exactness: against
-float64.
+that the sampler makes anyway (`sampler`; `seeded`: with rollout.seeded), the same with torch's
+operations instead of kernels, and draws from whole probabilities (benchmarks/dense_draws.py).
+Scores: the ids of L response rows as a teacher's forward pass scores them, beside the one pass over
+the logits that they need. Exactness: against float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks import dense_draws
 from checks.gpu.timing import or_out_of_memory, timed
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack
-from sglang_bridge.server import masses
+from sglang_bridge.server import masses, seeded
 from sglang_bridge.server.inversion import draw
 from sglang_bridge.server.masses import masses_of
 from sglang_bridge.server.rows import build_rows, forced
@@ -90,10 +90,14 @@ def _decode(logits_BV: torch.Tensor, device: str) -> dict[str, Any]:
     one_B1 = torch.ones(rows, 1, device=device)
     path_B1 = torch.zeros(rows, 1, dtype=torch.int64, device=device)
     top_p_B = torch.full((rows,), 0.9, device=device)
+    seed_B = torch.arange(rows, device=device)
     probs_BV = torch.softmax(logits_BV, -1)  # what the sampler leaves
 
     def sampler() -> None:
         torch.multinomial(torch.softmax(logits_BV, -1), 1)
+
+    def seeded_sampler() -> None:
+        seeded.choose(torch.softmax(logits_BV, -1), seed_B, seed_B)
 
     def uniform(draws: int) -> torch.Tensor:
         return torch.rand(rows, draws, dtype=torch.float64, device=device)
@@ -108,7 +112,7 @@ def _decode(logits_BV: torch.Tensor, device: str) -> dict[str, Any]:
         wanted = Wanted(np.full(rows, 0), np.full(rows, 64))
         dense_draws.recorded(logits_BV, one_B1, path_B1, wanted, uniform(64))
 
-    calls = {"sampler": sampler}
+    calls = {"sampler": sampler, "seeded": seeded_sampler}
     calls |= {name: lambda a=a, m=m: recorded(a, m) for name, (a, m) in SUPPORTS.items()}
     calls["mc_64_top_p"] = lambda: recorded(0, 64, top_p_B)
     calls["mc_64_dense"] = dense

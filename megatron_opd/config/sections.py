@@ -243,9 +243,9 @@ class RolloutConfig(Section):
     seeded: bool = True
     """Draws every token by random numbers of its prompt and position, so that a response that is
     sampled anew is the same draw and being cut off favours no length (docs/schedules.md). Costs
-    nothing on a CPU. On a GPU each step computes a float64 number per id of the vocabulary, and
-    with top_p below 1 a sort, instead of the server's own sampling kernels: false where that
-    matters and requests are rarely cut off."""
+    nothing on a CPU. On a GPU a kernel computes a float64 number per id of the vocabulary at each
+    step, which has not been timed, and with top_p below 1 there is a sort, instead of the server's
+    own sampling kernels: false where that matters and requests are rarely cut off."""
 
 
 class ScoringConfig(Section):

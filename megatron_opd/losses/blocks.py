@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 
 from megatron_opd.losses.passes import HeadSlice
-from megatron_opd.losses.tiles import Tiles
 
 # Blocks [C, K] of float32 logits. CPU: 8 MiB, so that the passes over a block stay in cache while
 # the products are still large; a quarter of it costs 5%. Otherwise: 128 MiB, and matrix products as
@@ -61,24 +60,24 @@ class BlockPlan:
         IndexError for a pair outside the whole [T, V]. Waits for the device once: for the bounds,
         and for whether there is such a pair.
         """
+        (block_rows, block_ids), num_ids = block, head.num_ids
+        across, down = -(-num_rows // block_rows), -(-num_ids // block_ids)
         outside_N = (row_N < 0) | (row_N >= num_rows) | (id_N < 0) | (id_N >= head.total)
-        tiles = Tiles.of((num_rows, head.num_ids), block, row_N, id_N, head.first_id)
-        *bounds, outside = torch.cat([tiles.bounds, outside_N.any()[None].int()]).tolist()
+        local_N = id_N - head.first_id
+        here_N = (local_N >= 0) & (local_N < num_ids)
+        block_N = local_N // block_ids * across + row_N // block_rows
+        # behind the last block: those of other ranks
+        block_N, order_N = block_N.where(here_N, across * down).sort(stable=True)
+        edges = torch.arange(across * down + 1, device=block_N.device)
+        found = torch.cat([torch.searchsorted(block_N, edges), outside_N.any()[None].long()])
+        *bounds, outside = found.tolist()
         if outside:
             row, token = int(row_N[outside_N][0]), int(id_N[outside_N][0])
             whole = f"[{num_rows}, {head.total}]"
             raise IndexError(f"(row, id) must lie in {whole} logits, got ({row}, {token})")
-        here = slice(bounds[-1])
-        return BlockPlan(
-            num_rows,
-            head.num_ids,
-            block[0],
-            block[1],
-            tiles.place_N[here].long(),
-            tiles.row_N[here].long(),
-            tiles.id_N[here].long(),
-            tuple(bounds),
-        )
+        pair_P = order_N[: bounds[-1]]
+        pairs = pair_P, row_N[pair_P], local_N[pair_P]
+        return BlockPlan(num_rows, num_ids, block_rows, block_ids, *pairs, tuple(bounds))
 
     def columns(self) -> Iterator[tuple[slice, Iterator[Block]]]:
         """Yield the blocks by slice of the vocabulary, so that weight gradients finish by slice."""

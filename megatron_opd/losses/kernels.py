@@ -1,11 +1,13 @@
 """Holds Triton kernels of the lean log-prob operation: products whose results stay on the chip.
 
-Each program computes tiles of the logits x = hidden weight^T / temperature, [rows, ids], from
-operands that are rows of H contiguous numbers, and keeps what the loss needs of them. Values
-outside the matrix are 0 in the operands and -inf in the logits. Sums are float32.
+Two of them compute tiles of the logits x = hidden weight^T / temperature, [rows, ids], from
+operands that are rows of H contiguous numbers, and keep what the loss needs of them. Values outside
+the matrix are 0 in the operands and -inf in the logits. The other two serve the (row, id) pairs
+that the loss asks for, which are few: a tile does nothing for them. Their number differs from batch
+to batch, so no code is compiled for kinds of numbers (do_not_specialize). Sums are float32.
 
-Axes: T rows, v ids of this rank, H hidden, N (row, id) pairs sorted by tile (tiles.py), S parts of
-the vocabulary. A tile: M rows, K ids.
+Axes: T rows, v ids of this rank, H hidden, N pairs, S parts of the vocabulary. A tile: M rows, K
+ids. A program of pairs: P of them.
 """
 
 # Types here are Triton's, and constants have capitals.
@@ -19,6 +21,10 @@ import triton.language as tl
 
 LOWEST = tl.constexpr(-1e38)
 """Stands below every logit, and its difference from one is finite."""
+PAIRS, DEPTH = 8, 256
+"""Pairs whose logits one program makes, and numbers of H that it multiplies at a time."""
+STORED = 128
+"""Pairs whose gradients one program stores."""
 
 
 @triton.jit
@@ -83,21 +89,9 @@ def _place(across, columns, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _at(row_M, id_K, row_N, id_N, pair):
-    """Returns where in a tile a pair is."""
-    is_row_M, is_id_K = row_M == tl.load(row_N + pair), id_K == tl.load(id_N + pair)
-    return is_row_M[:, None] & is_id_K[None, :]
-
-
-@triton.jit
 def sums_kernel(
     hidden,
     weight,
-    bounds,
-    place_N,
-    row_N,
-    id_N,
-    chosen_N,
     max_ST,
     sum_ST,
     moment_ST,
@@ -118,7 +112,7 @@ def sums_kernel(
     WIDEN: tl.constexpr,
     ENTROPY: tl.constexpr,
 ):
-    """Adds one part of the vocabulary to sums of M rows, and stores x of every pair in it."""
+    """Stores the sums of M rows over one part of the vocabulary."""
     row_tile, part = _place(across, parts, GROUP)
     row_M = row_tile * M + tl.arange(0, M)
     max_M = tl.full((M,), LOWEST, tl.float32)
@@ -130,12 +124,6 @@ def sums_kernel(
             hidden, weight, row_M, id_K, num_rows, num_ids, width, temperature,
             M, K, H, EVEN, EXACT, WIDEN,
         )  # fmt: skip
-        tile = column * across + row_tile
-        for pair in range(tl.load(bounds + tile), tl.load(bounds + tile + 1)):
-            here_MK = _at(row_M, id_K, row_N, id_N, pair)
-            tl.store(
-                chosen_N + tl.load(place_N + pair), tl.sum(tl.sum(tl.where(here_MK, x_MK, 0.0), 1))
-            )
         above_M = tl.maximum(max_M, tl.max(x_MK, 1))
         down_M = max_M - above_M
         shrink_M = tl.exp(down_M)
@@ -153,15 +141,42 @@ def sums_kernel(
         tl.store(moment_ST + to_M, moment_M, mask=row_M < num_rows)
 
 
+@triton.jit(do_not_specialize=["num_pairs"])
+def chosen_kernel(
+    hidden,
+    weight,
+    row_N,
+    id_N,
+    chosen_N,
+    num_pairs,
+    first_id,
+    num_ids,
+    width,
+    temperature,
+    P: tl.constexpr,
+    H: tl.constexpr,
+):
+    """Stores x of P pairs; 0 for those whose id is another rank's. first_id: of this rank."""
+    pair_P = tl.program_id(0) * P + tl.arange(0, P)
+    is_pair_P = pair_P < num_pairs
+    row_P = tl.load(row_N + pair_P, mask=is_pair_P, other=0)
+    id_P = tl.load(id_N + pair_P, mask=is_pair_P, other=-1) - first_id
+    is_here_P = (id_P >= 0) & (id_P < num_ids)
+    hidden_P, weight_P = hidden + row_P[:, None] * width, weight + id_P[:, None] * width
+    x_PH = tl.zeros((P, H), tl.float32)
+    for first in range(0, width, H):
+        at_H = first + tl.arange(0, H)
+        is_there_PH = is_here_P[:, None] & (at_H < width)[None, :]
+        left = tl.load(hidden_P + at_H[None, :], mask=is_there_PH, other=0.0)
+        right = tl.load(weight_P + at_H[None, :], mask=is_there_PH, other=0.0)
+        x_PH += left.to(tl.float32) * right.to(tl.float32)
+    tl.store(chosen_N + pair_P, tl.sum(x_PH, 1) / temperature, mask=is_pair_P)
+
+
 @triton.jit
 def gradient_kernel(
     hidden,
     weight,
-    bounds,
-    place_N,
-    row_N,
-    id_N,
-    pair_N,
     normaliser_T,
     level_T,
     slope_T,
@@ -182,9 +197,8 @@ def gradient_kernel(
     EXACT: tl.constexpr,
     WIDEN: tl.constexpr,
     SLOPE: tl.constexpr,
-    PAIRS: tl.constexpr,
 ):
-    """Stores one tile of the gradient of x: p (level - slope log p), and pair_N added at pairs.
+    """Stores one tile of the gradient of x as it is where no pair is: p (level - slope log p).
 
     grad_TC: rows of `stride` numbers, the ids from tile `first_column` on.
     """
@@ -205,14 +219,43 @@ def gradient_kernel(
         grad_MK *= level_M[:, None] - slope_M[:, None] * logp_MK
     else:
         grad_MK *= level_M[:, None]
-    if PAIRS:
-        tile = column * across + row_tile
-        for pair in range(tl.load(bounds + tile), tl.load(bounds + tile + 1)):
-            here_MK = _at(row_M, id_K, row_N, id_N, pair)
-            grad_MK += tl.where(here_MK, tl.load(pair_N + tl.load(place_N + pair)), 0.0)
     to_MK = (
         row_M.to(tl.int64)[:, None] * stride
         + ((column - first_column) * K + tl.arange(0, K))[None, :]
     )
     is_there_MK = is_row_M[:, None] & (id_K < num_ids)[None, :]
     tl.store(grad_TC + to_MK, grad_MK.to(grad_TC.dtype.element_ty), mask=is_there_MK)
+
+
+@triton.jit(do_not_specialize=["num_pairs", "first_id", "end_id"])
+def pair_gradient_kernel(
+    row_N,
+    id_N,
+    logp_N,
+    total_N,
+    level_T,
+    slope_T,
+    grad_TC,
+    num_pairs,
+    first_id,
+    end_id,
+    stride,
+    P: tl.constexpr,
+    SLOPE: tl.constexpr,
+):
+    """Stores the gradient of x at P pairs, over what gradient_kernel left there: total_N added.
+
+    total_N: the same for pairs that are equal, so that it does not matter which of them is stored.
+    grad_TC: as there, the ids from first_id to end_id; pairs with other ids are passed over.
+    """
+    pair_P = tl.program_id(0) * P + tl.arange(0, P)
+    id_P = tl.load(id_N + pair_P, mask=pair_P < num_pairs, other=-1)
+    is_here_P = (id_P >= first_id) & (id_P < end_id)
+    row_P = tl.load(row_N + pair_P, mask=is_here_P, other=0)
+    logp_P = tl.load(logp_N + pair_P, mask=is_here_P, other=0.0)
+    factor_P = tl.load(level_T + row_P, mask=is_here_P, other=0.0)
+    if SLOPE:
+        factor_P -= tl.load(slope_T + row_P, mask=is_here_P, other=0.0) * logp_P
+    total_P = tl.load(total_N + pair_P, mask=is_here_P, other=0.0)
+    grad_P = (tl.exp(logp_P) * factor_P + total_P).to(grad_TC.dtype.element_ty)
+    tl.store(grad_TC + row_P * stride + (id_P - first_id), grad_P, mask=is_here_P)

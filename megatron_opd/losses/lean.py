@@ -63,9 +63,10 @@ class _LeanLogp(torch.autograd.Function):
             sums = _whole(sums, group)
         log_sum_T = sums.sum_T.log()
         logp_N = sums.chosen_N - sums.max_T[row_N] - log_sum_T[row_N]
+        logp_N.clamp_(max=0)  # a kernel that adds up H in another order may make x above the max
         normaliser_T = sums.max_T + log_sum_T
         entropy_T = None if sums.moment_T is None else log_sum_T - sums.moment_T / sums.sum_T
-        ctx.save_for_backward(hidden_TH, weight_vH, row_N, normaliser_T, entropy_T)
+        ctx.save_for_backward(hidden_TH, weight_vH, row_N, logp_N, normaliser_T, entropy_T)
         ctx.passes, ctx.temperature = passes, temperature
         ctx.main_grad = getattr(weight_vH, "main_grad", None)
         ctx.signal = getattr(weight_vH, "signals_main_grad", False)
@@ -75,7 +76,7 @@ class _LeanLogp(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden_TH, weight_vH, row_N, normaliser_T, entropy_T = ctx.saved_tensors
+        hidden_TH, weight_vH, row_N, logp_N, normaliser_T, entropy_T = ctx.saved_tensors
         grad_N, grad_normaliser_T, grad_entropy_T = grads
         # grad_x = p (level - slope log p), plus g_n at each pair.
         level_T = torch.zeros_like(normaliser_T)
@@ -90,6 +91,7 @@ class _LeanLogp(torch.autograd.Function):
             level_T / ctx.temperature,
             None if grad_entropy_T is None else grad_entropy_T / ctx.temperature,
             None if grad_N is None else grad_N.to(level_T.dtype) / ctx.temperature,
+            logp_N,
         )
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         grad_TH = torch.zeros_like(hidden_TH, dtype=level_T.dtype) if needs_hidden else None

@@ -62,13 +62,14 @@ class Sums:
 class RowGradients:
     """Holds x's gradient in terms of p = softmax(x), by row.
 
-    It is p (level - slope log p), and pair_N added at pairs; no slope is 0.
+    It is p (level - slope log p), and pair_N added at pairs; no slope is 0. logp_N: log p of pairs.
     """
 
     normaliser_T: torch.Tensor
     level_T: torch.Tensor
     slope_T: torch.Tensor | None
     pair_N: torch.Tensor | None
+    logp_N: torch.Tensor
 
 
 def move_maximum(

@@ -418,10 +418,7 @@ def around_sample(
     if any(values is not None for values in filters.values()):
         # not in place: SGLang may return log-probs of them
         probs_BV = probs_BV.masked_fill(dropped(probs_BV, **filters), 0.0)
-    if probs_BV.device.type == "cuda":
-        ids_B = batches.gumbel_choice(probs_BV.log(), info.sampling_seed, position_B)
-    else:
-        ids_B = seeded.choose(probs_BV, info.sampling_seed, position_B)
+    ids_B = seeded.choose(probs_BV, info.sampling_seed, position_B)
     return ids_B.to(torch.int32), None
 
 

@@ -4,17 +4,22 @@ What is drawn at a position is a function of the request's seed (SGLang's `sampl
 position alone: of the path on every server, of cached draws and a teacher's selection with
 --enable-deterministic-inference. The numbers come from counter-based generators, which have no
 state to lose. Draws: numpy's Philox 4x64, whose key is the seed and a stream, its counter the
-position. The path: SplitMix64, vectorised over a step, because it takes a number for every id.
+position. The path takes a number for every id: on a CPU SplitMix64, vectorised over a step; on a
+GPU SGLang's own (MurmurHash3) in a kernel.
 
-Axes: B requests of a step, R rows of one request at consecutive positions, M numbers a row, V ids.
+Axes: B requests of a step, R rows of one request at consecutive positions, M numbers a row, V ids,
+k blocks of a row.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import ModuleType
 
 import numpy as np
 import torch
+
+from sglang_bridge.server.masses import kernels
 
 DRAWS, SCORES = range(1, 3)
 _WORDS = 4  # numbers a step of Philox's counter gives
@@ -45,13 +50,15 @@ def step_uniforms(
 
 
 def choose(probs_BV: torch.Tensor, seed_B: torch.Tensor, position_B: torch.Tensor) -> torch.Tensor:
-    """Returns int64 [B]: an id of each row of probs_BV, which need not sum to 1. For a CPU.
+    """Returns int64 [B]: an id of each row of probs_BV, float32, which need not sum to 1.
 
     Every id i has an exponential variate E_i of its own, made from (seed, position, i); the largest
-    p_i / E_i wins. This is the Gumbel-max draw, as SGLang's `multinomial_with_seed` makes it on a
-    GPU. Two distributions that meet the same numbers choose the same id with probability at least
-    (1 - TV) / (1 + TV), whatever the order of ids (inverse CDF has no such bound).
+    p_i / E_i wins. This is the Gumbel-max draw. Two distributions that meet the same numbers choose
+    the same id with probability at least (1 - TV) / (1 + TV), whatever the order of ids (inverse
+    CDF has no such bound).
     """
+    if probs_BV.is_cuda:
+        return by_kernel(probs_BV, seed_B, position_B, kernels())
     rows, vocab = probs_BV.shape
     probs = probs_BV.numpy()
     key_B = _row_keys(seed_B.numpy(), position_B.numpy())
@@ -64,6 +71,34 @@ def choose(probs_BV: torch.Tensor, seed_B: torch.Tensor, position_B: torch.Tenso
         np.divide(probs[part], score_bV, out=score_bV)  # -p / E: the least wins
         found_B[part] = score_bV.argmin(1)
     return torch.from_numpy(found_B)
+
+
+def by_kernel(
+    probs_BV: torch.Tensor,
+    seed_B: torch.Tensor,
+    position_B: torch.Tensor,
+    module: ModuleType,
+    tile: int | None = None,
+) -> torch.Tensor:
+    """Returns what SGLang's `multinomial_with_seed` chooses of probs_BV.log(), by `module`.
+
+    That makes a float64 tensor [B, V]; the kernel makes two numbers a block. tile: numbers of a
+    program, a power of 2; None: as many as suit a GPU.
+    """
+    (rows, vocab), numbers = probs_BV.shape, module.TILE if tile is None else tile
+    assert probs_BV.dtype == torch.float32
+    assert probs_BV.stride(1) == 1
+    ids = min(numbers, 1 << (vocab - 1).bit_length())
+    blocks = -(-vocab // ids)
+    score_Bk = torch.empty((rows, blocks), dtype=torch.float64, device=probs_BV.device)
+    id_Bk = torch.empty_like(score_Bk, dtype=torch.int64)
+    if rows:
+        module.seeded_kernel[(-(-rows // (numbers // ids)) * blocks,)](
+            probs_BV, seed_B, position_B, score_Bk, id_Bk,
+            rows, vocab, probs_BV.stride(0), blocks,
+            ROWS=numbers // ids, IDS=ids,
+        )  # fmt: skip
+    return id_Bk.gather(1, score_Bk.argmax(1, keepdim=True))[:, 0]
 
 
 def _row_keys(seed_B: np.ndarray, position_B: np.ndarray) -> np.ndarray:

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_opd.losses import eager, kernels
+from megatron_opd.losses import fused as fused_way
 from megatron_opd.losses.blocks import BlockPlan
 from megatron_opd.losses.eager import EagerPasses
 from megatron_opd.losses.fused import KernelShape, fused_passes
@@ -30,7 +31,8 @@ from tests.support.lean_cases import Case, case, dense, exactly, outcome
 SMALL = KernelShape(rows=16, ids=16, depth=16, group=2, tiles_a_part=3, widen=True)
 WIDE = KernelShape(rows=16, ids=32, depth=16, group=3, tiles_a_part=1, widen=True)
 BLOCK = (8, 24)
-# rows, ids, H, pairs: less than a tile, just one, one more, ragged in each direction, many parts
+# rows, ids, H, pairs: less than a tile, just one, one more, ragged in each direction, many parts,
+# and an H that a pair's product takes in two steps
 SHAPES = (
     (1, 1, 1, 2),
     (3, 9, 5, 7),
@@ -39,6 +41,7 @@ SHAPES = (
     (33, 70, 20, 50),
     (5, 210, 33, 300),
     (70, 18, 8, 0),
+    (5, 40, 300, 20),
 )
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -112,6 +115,9 @@ def alone() -> Iterator[dict[str, Any]]:
             yield from errors(name, given, exactly(given), temperature=0.7)
     given = case(19, 90, 12, 80, torch.float32)
     yield from errors("wide tiles", given, exactly(given), how=WIDE)
+    two_columns_bytes = 2 * len(given.hidden_TH) * SMALL.ids * given.hidden_TH.element_size()
+    with mock.patch.object(fused_way, "GRADIENT_BYTES", two_columns_bytes):
+        yield from errors("slices of the vocabulary", given, exactly(given))
     for scale in (1e-4, 3e3):
         extreme = given._replace(hidden_TH=given.hidden_TH * scale)
         yield from errors(f"logits x {scale:g}", extreme, exactly(extreme))

@@ -77,15 +77,6 @@ def without_seeds(info: Any) -> Any:
     return dataclasses.replace(info, sampling_seed=None)
 
 
-def gumbel_choice(
-    logp_BV: torch.Tensor, seed_B: torch.Tensor, position_B: torch.Tensor
-) -> torch.Tensor:
-    """Returns int64 [B]: an id of each row, by SGLang's kernel, which needs CUDA."""
-    from sglang.srt.layers.sampler import multinomial_with_seed
-
-    return multinomial_with_seed(logp_BV, seed_B, position_B)[:, 0]
-
-
 def next_positions(batch: Any) -> list[int]:
     """Lists the position of the token that each request of a batch, not computed yet, predicts."""
     return batch.seq_lens_cpu.tolist()

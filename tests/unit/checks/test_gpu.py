@@ -202,7 +202,8 @@ def test_draws_and_scores_have_figures_and_errors(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(sampling, "REPEATS", 1)
     found = sampling.measure(60.0, dry=True)
-    others = {"sampler", "mc_64_top_p", "mc_64_without_kernels", "mc_64_dense", "one_pass"}
+    others = {"sampler", "seeded", "mc_64_top_p", "mc_64_without_kernels", "mc_64_dense"}
+    others |= {"one_pass"}
     assert set(found["decode_ms"]) == {*sampling.SUPPORTS, *others}
     times_ms = [*found["decode_ms"].values(), *found["score_ms"].values()]
     assert all(figures["ms_median"] > 0 for figures in times_ms)

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_opd.learner.routing import MicroRouting
 from megatron_opd.losses import lean
-from megatron_opd.losses.fused import KernelShape, fused_passes
+from megatron_opd.losses.fused import KernelShape, fused_passes, place_sums
 from megatron_opd.losses.passes import HeadSlice
 from megatron_opd.losses.ratios import NUM_BINS
 from tests.support.far_device import FAR, FarDevice, far
@@ -71,11 +71,12 @@ def test_pairs_without_weight_are_in_no_ratio(owner: str):
     assert float(totals.sums[-NUM_BINS:].sum()) == pytest.approx(float(weight))
 
 
-def test_planning_kernels_waits_for_nothing():
+def test_what_torch_does_for_kernels_waits_for_nothing():
     row_N, id_N = (far(torch.randint(0, 9, (50,))) for _ in range(2))
-    head = HeadSlice(torch.zeros(9, 1))
+    head, grad_N = HeadSlice(torch.zeros(9, 1)), far(torch.rand(50))
     with FarDevice() as seen:
         fused_passes(9, head, row_N, id_N, KernelShape(), kernels=lean)
+        place_sums(row_N * 9 + id_N, grad_N)
     assert not seen.waits
 
 

@@ -1,41 +1,30 @@
 """The kernels give the masses and draws that torch's operations give.
 
-They run on Triton's interpreter, in a process of their own (tests/support/masses_job.py), and are
-compiled for GPUs that are not there.
+They run on Triton's interpreter, in processes of their own (tests/support/masses_job.py and
+seeded_job.py), and are compiled for GPUs that are not there.
 """
 
-import json
-import os
-import subprocess
-import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from sglang_bridge.server import kernels
+from sglang_bridge.server import kernels, seeded
 from sglang_bridge.server.masses import BLOCK, can_use_kernels
+from tests.support.compiled import CAPABILITIES, POINTERS, REGISTERS, Compiled, compiled
 from tests.support.figures import bounded
+from tests.support.interpreted import interpreted
 from tests.support.masses_job import TYPES, VOCABS
-from tests.support.paths import ROOT
+from tests.support.seeded_job import sglang_file
 
-POINTERS = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16"}
+FEW_DRAWS = 4000
+"""`python -m checks seeded_draws` makes a million."""
 
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, dict[str, Any]]:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.support.masses_job"],
-        env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=ROOT,
-        check=True,
-    )
-    return {row["case"]: row for row in map(json.loads, done.stdout.splitlines())}
+    return {row["case"]: row for row in interpreted("masses_job")}
 
 
 def test_masses_are_those_of_float64(rows: dict[str, dict[str, Any]]):
@@ -63,32 +52,68 @@ def test_what_cannot_be_is_told_apart(rows: dict[str, dict[str, Any]]):
         assert row["same_top"] or name == "nan", row
 
 
-def compiled(name: str, dtype: torch.dtype, capability: int) -> Any:
+def test_seeded_draws_are_sglangs():
+    """Ties, NaN and the ends of the hash included; SGLang's own code is run, see seeded_job.py."""
+    rows = interpreted("seeded_job", str(FEW_DRAWS))
+
+    assert sum(row["draws"] for row in rows if row["case"].startswith("vocabulary")) == FEW_DRAWS
+    for row in rows:
+        assert row["different"] == 0, row
+        assert row.get("impossible", 0) == 0, row
+
+
+def test_sglang_still_makes_a_float64_number_of_every_id():
+    """Else its own function may be the better one."""
+    source = sglang_file("srt/layers/sampler.py").read_text(encoding="utf-8")
+
+    assert "x = hashed.to(torch.float64) / torch.iinfo(torch.uint32).max" in source
+    assert "torch.log(probs), sampling_seed, positions" in source
+
+
+def test_a_gpu_draws_by_the_kernel(monkeypatch: pytest.MonkeyPatch):
+    given = SimpleNamespace(is_cuda=True), "seeds", "positions"
+    monkeypatch.setattr(seeded, "by_kernel", lambda *arguments: arguments)
+
+    assert seeded.choose(*given) == (*given, kernels)  # type: ignore[arg-type]
+
+
+def on_gpu(name: str, dtype: torch.dtype, capability: int) -> Compiled:
     """A kernel compiled for sm_`capability`, for logits of a type."""
-    kernel: Any = getattr(kernels, name)
     constants = {"BLOCK": BLOCK, "GROUP": kernels.GROUP, "DRAWS": kernels.DRAWS, "HALVINGS": 11}
-    kinds = dict.fromkeys(("temperature_B", "top_B", "max_Bk", "sum_Bk", "mass_Bk"), "*fp32")
-    kinds |= dict.fromkeys(("edge_Bk", "uniform_BM"), "*fp64")
-    kinds |= dict.fromkeys(("heaviest_B", "ids_BM"), "*i64") | {"logits_BV": POINTERS[dtype]}
-    signature: dict[str, str] = {}
-    aligned: dict[tuple[int], list[list[Any]]] = {}
-    for place, argument in enumerate(kernel.arg_names):
-        kind = kinds.get(argument, "i32")
-        signature[argument] = "constexpr" if argument in constants else kind
-        if kind.startswith("*") or argument == "vocab":
-            aligned[(place,)] = [["tt.divisibility", 16]]
-    used = {argument: value for argument, value in constants.items() if argument in signature}
-    source = ASTSource(fn=kernel, signature=signature, constexprs=used, attrs=aligned)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32))
+    constants |= {"ROWS": 1, "IDS": kernels.TILE}
+    floats = ("temperature_B", "top_B", "max_Bk", "sum_Bk", "mass_Bk", "probs_BV")
+    kinds = dict.fromkeys(floats, "*fp32") | {"logits_BV": POINTERS[dtype]}
+    kinds |= dict.fromkeys(("edge_Bk", "uniform_BM", "score_Bk"), "*fp64")
+    kinds |= dict.fromkeys(("heaviest_B", "ids_BM", "id_Bk", "seed_B", "position_B"), "*i64")
+    return compiled(getattr(kernels, name), kinds, constants, capability)
 
 
 @pytest.mark.parametrize("dtype", POINTERS, ids=str)
-@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize("capability", CAPABILITIES)
 def test_they_compile_for_gpus_that_are_not_here(capability: int, dtype: torch.dtype):
-    sums = compiled("block_sums_kernel", dtype, capability).asm["ptx"]
-    assert "ld.global.v" in sums, "neighbours are read together"
-    draws = compiled("draw_kernel", dtype, capability).asm["ptx"]
-    assert "add.f64" in draws or "add.rn.f64" in draws, "edges are float64"
+    """A multiprocessor has the registers of half of all threads that it can hold.
+
+    What is shared are sums of warps.
+    """
+    sums = on_gpu("block_sums_kernel", dtype, capability)
+    draws = on_gpu("draw_kernel", dtype, capability)
+    for found in (sums, draws):
+        assert found.spilled_bytes == 0
+        assert found.registers <= REGISTERS // 1024
+        assert found.shared_bytes <= 128
+    assert "ld.global.v" in sums.ptx, "neighbours are read together"
+    assert "add.f64" in draws.ptx or "add.rn.f64" in draws.ptx, "edges are float64"
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_the_seeded_draw_compiles_for_gpus_that_are_not_here(capability: int):
+    found = on_gpu("seeded_kernel", torch.float32, capability)
+
+    assert found.spilled_bytes == 0
+    assert found.registers <= REGISTERS // 1024
+    assert found.shared_bytes <= 128
+    assert "ld.global.v4" in found.ptx, "neighbours are read together"
+    assert "lg2.approx" not in found.ptx, "log p is as exact as torch's"
 
 
 def test_only_a_gpu_has_kernels():
