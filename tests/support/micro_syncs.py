@@ -24,7 +24,7 @@ from megatron_opd.learner.totals import Totals
 from megatron_opd.losses.objective import m2_limit_of, m2_view
 from megatron_opd.records.columns import RankBatch
 from tests.support.batches import make_shares
-from tests.support.far_device import FAR, FarDevice, far
+from tests.support.fake_card import CARD, WAITS, FakeCard, on_card
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "opd": {},
@@ -122,14 +122,16 @@ def update(
     device: torch.device,
     *,
     in_context: bool = False,
-    counter: type[Any] = FarDevice,
+    counter: type[Any] = FakeCard,
 ) -> Waits:
     """Pack a micro-batch, make its loss and gradient, and count what routing replay changed.
 
     in_context: as a context-parallel rank does, which holds all of the tokens here. counter: makes
     contexts that count `waits`.
     """
-    there = far if device == FAR else partial(torch.Tensor.to, device=device, copy=True)
+    there: Any = partial(torch.Tensor.to, device=device, copy=True)
+    if counter is FakeCard and device == CARD:
+        there = on_card
     generator = torch.Generator().manual_seed(0)
     weight_vH = there(torch.randn(VOCAB, WIDTH, generator=generator)).requires_grad_()
     with counter() as packing:
@@ -164,6 +166,9 @@ def update(
         totals = totals.plus(routing_counts([micro], device))
         totals.count()
     assert hidden.grad is not None
+    for seen in (packing, limits, waits):
+        if isinstance(seen, FakeCard):
+            assert all(line.kind in WAITS for line in seen.lines), seen.lines
     return Waits(
         packing.waits,
         limits.waits,
