@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from unittest import mock
 import msgspec
 import torch
 import torch.distributed as dist
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.schema import Config
@@ -40,13 +42,17 @@ def device(*, card: bool) -> Iterator[FakeCard]:
     """A card, or the CPU, for a learner of this process; each rank is alone on its machine.
 
     What a CPU's device layer gives Megatron for random states and the norm of gradients is given to
-    the card too, for CUDA's generators and TransformerEngine's kernel.
+    the card too, for CUDA's generators and TransformerEngine's kernel; and the card's attention, of
+    plain operations, to the CPU.
     """
     seen = FakeCard()
     if not card:
-        yield seen
+        with sdpa_kernel(SDPBackend.MATH):
+            yield seen
         return
     os.environ["LOCAL_RANK"] = "0"
+    # with one generator for both devices Megatron warns of every use
+    logging.getLogger("megatron.core.tensor_parallel.random").setLevel(logging.ERROR)
     cpu._patch_random_state()
     cpu._patch_grad_norm()
     build_model = learner_module.build_model

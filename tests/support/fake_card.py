@@ -87,6 +87,9 @@ class CardTensor(torch.Tensor):
     is_cuda: Any = property(lambda _: True)
     is_cpu: Any = property(lambda _: False)
 
+    def record_stream(self, stream: Any) -> None:
+        """All runs in order."""
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"CardTensor({self.held})"
 
@@ -228,7 +231,7 @@ class _Calls(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         own = args[0] if args and isinstance(args[0], CardTensor) else None
-        if func in _MADE_OF_NUMBERS and _is_card(kwargs.get("device")):
+        if func in _MADE_OF_NUMBERS and own is None and _is_card(kwargs.get("device")):
             return func(*args, **(kwargs | {"device": CPU})).to(INSIDE)
         if func is torch.Tensor.new_tensor and own is not None:
             return torch.tensor(*args[1:], **({"dtype": own.dtype} | kwargs)).to(INSIDE)
@@ -240,14 +243,12 @@ class _Calls(TorchFunctionMode):
             return _is_pinned(args[0])
         if func is torch.Tensor.backward:
             with self:  # what autograd runs is called in Python too
-                return func(*args, **kwargs)
+                return _backward(*args, **kwargs)
         if own is not None:
             if func is torch.Tensor.tolist:
                 return own.cpu().tolist()
             if func is torch.Tensor.type and len(args) == 1:
                 return own.held.type().replace("torch.", "torch.cuda.", 1)
-            if func is torch.Tensor.record_stream:
-                return None
             if func in _OF_MEMORY:
                 return func(own.held)
             if func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -257,6 +258,17 @@ class _Calls(TorchFunctionMode):
         if _is_card(kwargs.get("device")):
             kwargs["device"] = INSIDE
         return func(*args, **kwargs)
+
+
+def _backward(
+    tensor: torch.Tensor,
+    gradient: Any = None,
+    retain_graph: Any = None,
+    create_graph: bool = False,
+    inputs: Any = None,
+) -> None:
+    """Do what Tensor.backward does, which asks the mode first."""
+    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 _MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
