@@ -51,7 +51,8 @@ READS = {
     aten.unique_dim.default: 1,
     aten.unique_consecutive.default: 1,
 }
-INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
+PUTS = (aten.index_put.default, aten.index_put_.default)
+INDEXED = (aten.index.Tensor, *PUTS)
 MOVES = (aten._to_copy.default, aten.copy_.default)
 
 
@@ -131,6 +132,9 @@ class FakeCard(TorchDispatchMode):
         self._patches.enter_context(mock.patch.multiple(torch.cuda, **_cuda(self)))
         self._patches.enter_context(mock.patch.object(importlib.util, "find_spec", _without_triton))
         self._patches.enter_context(mock.patch.object(dist, "init_process_group", _by_gloo))
+        self._patches.enter_context(
+            mock.patch.object(torch.autograd, "_engine_run_backward", self._run_backward)
+        )
         self._calls.__enter__()
         return super().__enter__()
 
@@ -138,6 +142,11 @@ class FakeCard(TorchDispatchMode):
         super().__exit__(*raised)
         self._calls.__exit__(*raised)
         self._patches.close()
+
+    def _run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Let what autograd calls in Python see the card: a mode is off while it is asked."""
+        with self._calls:
+            return _engine_run_backward(*args, **kwargs)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -160,15 +169,34 @@ def _costs(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Counter[
     near = [tensor for tensor in tensors if not isinstance(tensor, CardTensor)]
     if len(near) == len(tensors):
         return found
+    if func in PUTS and _is_number(args[2]):
+        # a number of the host: CUDA fills in by a mask, and else copies it there
+        near = [tensor for tensor in near if tensor is not args[2]]
+        if _is_one_mask(args[1]):
+            return found
+        found["copy"] = 1
     if func in INDEXED:
-        index = [each for each in args[1] if each is not None]
-        found["read"] = sum(each.dtype in (torch.bool, torch.uint8) for each in index)
+        found["read"] = sum(_is_mask(each) for each in args[1])
     if func is aten.repeat_interleave.Tensor:
         found["read"] = int(kwargs.get("output_size") is None)
     found["read"] += READS.get(func, 0)
     if func.namespace != "c10d":
         found["mixed"] = int(any(tensor.dim() > 0 for tensor in near))
     return +found
+
+
+def _is_mask(index: Any) -> bool:
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def _is_one_mask(indices: Sequence[Any]) -> bool:
+    """Whether nothing but one mask of the card chooses."""
+    given = [index for index in indices if index is not None]
+    return len(given) == 1 and _is_mask(given[0]) and isinstance(given[0], CardTensor)
+
+
+def _is_number(value: torch.Tensor) -> bool:
+    return value.dim() == 0 and not isinstance(value, CardTensor)
 
 
 def _move(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind | None:
@@ -241,10 +269,10 @@ class _Calls(TorchFunctionMode):
             return _pinned(args[0])
         if func is torch.Tensor.is_pinned:
             return _is_pinned(args[0])
-        if func is torch.Tensor.backward:
-            with self:  # what autograd runs is called in Python too
-                return _backward(*args, **kwargs)
         if own is not None:
+            if func is torch.Tensor.__setitem__ and not isinstance(args[2], torch.Tensor):
+                # the number is a tensor of the host first, as on CUDA alone
+                args = (*args[:2], torch.tensor(args[2], dtype=own.dtype))
             if func is torch.Tensor.tolist:
                 return own.cpu().tolist()
             if func is torch.Tensor.type and len(args) == 1:
@@ -258,17 +286,6 @@ class _Calls(TorchFunctionMode):
         if _is_card(kwargs.get("device")):
             kwargs["device"] = INSIDE
         return func(*args, **kwargs)
-
-
-def _backward(
-    tensor: torch.Tensor,
-    gradient: Any = None,
-    retain_graph: Any = None,
-    create_graph: bool = False,
-    inputs: Any = None,
-) -> None:
-    """Do what Tensor.backward does, which asks the mode first."""
-    torch.autograd.backward(tensor, gradient, retain_graph, create_graph, inputs=inputs)
 
 
 _MADE_OF_NUMBERS = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -334,6 +351,7 @@ def _by_gloo(backend: str, *args: Any, **kwargs: Any) -> None:
 
 
 _find_spec, _init_process_group = importlib.util.find_spec, dist.init_process_group
+_engine_run_backward = torch.autograd._engine_run_backward
 
 
 class _Order:

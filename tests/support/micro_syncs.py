@@ -19,7 +19,7 @@ from megatron_opd.learner.forward import distil_loss, routing_counts
 from megatron_opd.learner.layout import PackLayout
 from megatron_opd.learner.micro_batch import DistilMicro, distil_micros
 from megatron_opd.learner.routing import MicroRouting
-from megatron_opd.learner.student_logp import AcrossContext, LeanLogp, StudentLogp
+from megatron_opd.learner.student_logp import AcrossContext, LeanLogp, Pairs, StudentLogp
 from megatron_opd.learner.totals import Totals
 from megatron_opd.losses.objective import m2_limit_of, m2_view
 from megatron_opd.records.columns import RankBatch
@@ -185,6 +185,7 @@ def with_limits(
     """M2PO's limits of this micro-batch alone, as learner/passes.py finds them over all of them."""
     with torch.no_grad():
         read = micro.loss_input
-        logp_N = head(hidden, micro.rows, read.draws.row_N, read.id_N, 1.0).logp_N
+        pairs = Pairs(read.draws.row_N, read.id_N, read.draws.on_host.row_N)
+        logp_N = head(hidden, micro.rows, pairs, 1.0).logp_N
     cache = micro.cache(logp_N, prox_is_student=est.applied_correction.prox)
     return replace(micro, m2_limits=tuple(m2_limit_of(est, cache, m2_view(est, cache))))

@@ -25,7 +25,7 @@ READS: dict[str, tuple[str, Ask]] = {
     "copy_": ("copy_", lambda x: torch.empty(3).copy_(x)),
     "nonzero": ("nonzero", lambda x: x.nonzero()),
     "mask": ("index.Tensor", lambda x: x[x > 0]),
-    "assigned mask": ("index_put_", lambda x: (x + 1).__setitem__(x > 0, 2.0)),
+    "assigned mask": ("index_put_", lambda x: (x + 1).__setitem__(x > 0, x[0])),
     "masked_select": ("masked_select", lambda x: x.masked_select(x > 0)),
     "unique": ("_unique2", lambda x: x.unique()),
     "unique_consecutive": ("unique_consecutive", lambda x: x.unique_consecutive()),
@@ -33,12 +33,14 @@ READS: dict[str, tuple[str, Ask]] = {
     "bincount": ("bincount", lambda x: torch.bincount(x.long())),
     "equal": ("equal", lambda x: torch.equal(x, x + 1)),
 }
-COPIES: dict[str, Ask] = {
-    "tensor": lambda x: torch.tensor([1.0], device=CARD),
-    "as_tensor": lambda x: torch.as_tensor([1.0], device="cuda"),
-    "new_tensor": lambda x: x.new_tensor(2.0),
-    "cuda": lambda x: torch.ones(2).cuda(),
-    "to": lambda x: torch.ones(2).pin_memory().to(x.device),
+COPIES: dict[str, tuple[str, Ask]] = {
+    "tensor": ("_to_copy", lambda x: torch.tensor([1.0], device=CARD)),
+    "as_tensor": ("_to_copy", lambda x: torch.as_tensor([1.0], device="cuda")),
+    "new_tensor": ("_to_copy", lambda x: x.new_tensor(2.0)),
+    "cuda": ("_to_copy", lambda x: torch.ones(2).cuda()),
+    "to": ("_to_copy", lambda x: torch.ones(2).pin_memory().to(x.device)),
+    "number at a place": ("copy_", lambda x: x.__setitem__(0, 2.0)),
+    "number at places": ("index_put_", lambda x: x.__setitem__(x.long().clamp(max=2), 2.0)),
 }
 SYNCHRONISES: dict[str, Ask] = {
     "device": lambda x: torch.cuda.synchronize(),
@@ -56,7 +58,7 @@ MIXED: dict[str, tuple[str, Ask]] = {
 }
 PLANTED: dict[str, tuple[Kind, str | None, Ask]] = {
     **{f"read: {name}": ("read", what, ask) for name, (what, ask) in READS.items()},
-    **{f"copy: {name}": ("copy", "_to_copy", ask) for name, ask in COPIES.items()},
+    **{f"copy: {name}": ("copy", what, ask) for name, (what, ask) in COPIES.items()},
     **{f"synchronize: {name}": ("synchronize", None, ask) for name, ask in SYNCHRONISES.items()},
     **{f"unpinned: {name}": ("unpinned", None, ask) for name, ask in UNPINNED.items()},
     **{f"mixed: {name}": ("mixed", what, ask) for name, (what, ask) in MIXED.items()},
@@ -92,7 +94,9 @@ def test_what_waits_for_nothing_yields_nothing():
         back = x.to("cpu", non_blocking=True)
         index = sent(np.array([2, 0]), CARD)
         y = torch.zeros(3, device="cuda") + x[index].sum()
-        y[index] = 1.0
+        y.index_fill_(0, index, 1.0)
+        y[y > 5] = 1.0
+        y[:2] = 1.0
         y[:2].repeat_interleave(index, output_size=2)
         torch.where(x > 1, x, 0.0).cumsum(0).max()
         assert torch.as_tensor(x, device=CARD) is x

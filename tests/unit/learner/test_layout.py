@@ -89,7 +89,7 @@ def test_filler_changes_no_token_and_no_place(sizes: list[tuple[int, int]], cp: 
             [end - len(r) + 1 + np.arange(len(r)) for end, r in zip(last, responses, strict=True)]
         )
         source_t = rows.source_s[rows.logit_row_t.numpy()]
-        assert source_t.tolist() == of_T[rows.token_t.numpy()].tolist()
+        assert source_t.tolist() == of_T[rows.token_t].tolist()
     assert sorted(predicted) == list(range(sum(r for _, r in sizes)))
 
 
