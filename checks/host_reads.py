@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,19 +34,31 @@ from tests.support.micro_syncs import OBJECTIVES, alone, batch, update
 from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 from tests.support.server_steps import WANTED, decode_step, scoring_pass
 
-VARIANTS = {"dense": ("alone", "recompute"), "moe": ("alone", "recompute", "balanced", "replayed")}
-"""Of layouts.VARIANTS; but for the first, on one rank alone."""
+VARIANTS = {"dense": ("recompute",), "moe": ("recompute", "balanced", "replayed")}
+"""Of layouts.VARIANTS, on one rank; in every layout each sample is alone."""
+OTHER_LOSSES = (("one rank", "ppo"), ("one rank", "topk"), ("one rank", "m2po"), ("dp2", "m2po"))
+"""Layouts in which a dense model also learns by an objective of OBJECTIVES."""
 Tree = dict[str, Any]
 
 
-def cases() -> Iterator[tuple[str, str, str]]:
-    """(model, layout, variant)."""
+@dataclass(frozen=True)
+class Case:
+    """A whole update. loss: of OBJECTIVES."""
+
+    model: str
+    layout: str
+    variant: str = "alone"
+    loss: str = "opd"
+
+
+def cases() -> Iterator[Case]:
+    """Every layout once, then what is varied."""
     for model, variants in VARIANTS.items():
-        for variant in variants:
-            for name, layout in LAYOUTS.items():
-                fits = (model == "moe" or layout.dense) and possible(layout, variant)
-                if fits and (variant == "alone" or name == "one rank"):
-                    yield model, name, variant
+        for name, layout in LAYOUTS.items():
+            if (model == "moe" or layout.dense) and possible(layout, "alone"):
+                yield Case(model, name)
+        yield from (Case(model, "one rank", variant) for variant in variants)
+    yield from (Case("dense", layout, loss=loss) for layout, loss in OTHER_LOSSES)
 
 
 def measure() -> Tree:
@@ -59,15 +72,14 @@ def measure() -> Tree:
         }
         plain = {kind: batches_of(path, routed=False) for kind, path in models.items()}
         routed = batches_of(models["moe"], routed=True)
-        for model, name, variant in cases():
-            chosen = routed if variant == "replayed" else plain[model]
-            out = base / f"{model}-{name}-{variant}"
-            ranks = run(LAYOUTS[name], variant, models[model], chosen, out)
-            found = [reads_of(rank) for rank in ranks]
-            rows.append({"model": model, "layout": name, "variant": variant} | figures(found))
-            print(rows[-1]["waits_per_micro_batch"], model, name, variant, file=sys.stderr)
-    losses, servers = loss_waits(), server_lines()
-    return {"updates": rows, "losses": losses, "servers": servers}
+        for case in cases():
+            batches = routed if case.variant == "replayed" else plain[case.model]
+            layout, out = LAYOUTS[case.layout], base / str(len(rows))
+            loss, model = OBJECTIVES[case.loss], models[case.model]
+            ranks = run(layout, case.variant, model, batches, out, estimator=loss)
+            rows.append(asdict(case) | figures([reads_of(rank) for rank in ranks]))
+            print(rows[-1]["waits_per_micro_batch"], case, file=sys.stderr, flush=True)
+    return {"updates": rows, "losses": loss_waits(), "servers": server_lines()}
 
 
 def figures(ranks: Sequence[Reads]) -> Tree:

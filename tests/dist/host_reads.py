@@ -54,13 +54,15 @@ def run(
     out: Path,
     *,
     card: bool = True,
+    estimator: dict[str, Any] | None = None,
 ) -> list[Rank]:
-    """What every rank found."""
+    """What every rank found. estimator: None: OPD's own."""
     config = config_of(layout, variant)
     # as a card computes the plain SwiGLU
     config["megatron"] = config["megatron"] | {"bias_activation_fusion": True}
     given: dict[str, Any] = {"model": model, "config": config, "batches": list(batches)}
-    run_world(card_jobs.updates, layout.ranks, out, card=card, **given)
+    given |= {"estimator": estimator, "card": card}
+    run_world(card_jobs.updates, layout.ranks, out, **given)
     return [json.loads((out / f"rank{rank}.json").read_text()) for rank in range(layout.ranks)]
 
 
