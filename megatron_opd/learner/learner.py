@@ -302,7 +302,7 @@ class MegatronLearner:
         """Sum over data-parallel ranks; ranks that share samples count once."""
         if self.world.size == 1:
             return value
-        count = torch.tensor(value * self.world.is_head, device=self.world.device)
+        count = torch.full((), value * self.world.is_head, device=self.world.device)
         dist.all_reduce(count)
         return int(count)
 
@@ -329,7 +329,7 @@ class MegatronLearner:
         own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         if self.world.size == 1:
             return own
-        peak = torch.tensor(own, device=self.world.device)
+        peak = torch.full((), own, device=self.world.device)
         dist.all_reduce(peak)
         return int(peak)
 

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any, Literal
 from unittest import mock
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
@@ -270,6 +271,8 @@ class _Calls(TorchFunctionMode):
         if func is torch.Tensor.is_pinned:
             return _is_pinned(args[0])
         if own is not None:
+            if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+                args = (own, _on_device(args[1]), *args[2:])
             if func is torch.Tensor.__setitem__ and not isinstance(args[2], torch.Tensor):
                 # the number is a tensor of the host first, as on CUDA alone
                 args = (*args[:2], torch.tensor(args[2], dtype=own.dtype))
@@ -303,6 +306,13 @@ def _names_card(argument: Any) -> bool:
     """Whether a positional argument of Tensor.to does."""
     is_name = isinstance(argument, str | torch.device)
     return is_name and torch.device(argument).type == CARD.type
+
+
+def _on_device(index: Any) -> Any:
+    """An index whose lists are brought to the card, as torch does without asking any mode."""
+    if isinstance(index, tuple):
+        return tuple(_on_device(each) for each in index)
+    return torch.as_tensor(index).to(INSIDE) if isinstance(index, list | np.ndarray) else index
 
 
 def _pinned(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ COPIES: dict[str, tuple[str, Ask]] = {
     "new_tensor": ("_to_copy", lambda x: x.new_tensor(2.0)),
     "cuda": ("_to_copy", lambda x: torch.ones(2).cuda()),
     "to": ("_to_copy", lambda x: torch.ones(2).pin_memory().to(x.device)),
+    "list of places": ("_to_copy", lambda x: x[[0, 2]]),
     "number at a place": ("copy_", lambda x: x.__setitem__(0, 2.0)),
     "number at places": ("index_put_", lambda x: x.__setitem__(x.long().clamp(max=2), 2.0)),
 }
@@ -81,7 +82,7 @@ def test_each_kind_is_found_with_its_place(name: str):
     file, number = inspect.getsourcefile(ask), inspect.getsourcelines(ask)[1]
     assert file is not None
     assert file.endswith(line.place.partition(":")[0])
-    assert line.place.startswith(f"tests/unit/learner/test_fake_card.py:{number} (")
+    assert line.place.startswith(f"tests/unit/checks/test_host_reads.py:{number} (")
     assert card.lines[line] == (2 if what == "bincount" else 1)
     assert bool(card.waits) == (kind not in ("unpinned", "mixed"))
 
