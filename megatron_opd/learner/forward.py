@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.distributed import DistributedDataParallel
@@ -14,8 +15,8 @@ from megatron.core.utils import get_attr_wrapped_model
 
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.learner.layout import PackedRows
-from megatron_opd.learner.micro_batch import DistilMicro, SftMicro
-from megatron_opd.learner.student_logp import StudentLogp
+from megatron_opd.learner.micro_batch import DistilMicro, MicroCache, SftMicro
+from megatron_opd.learner.student_logp import Pairs, StudentLogp
 from megatron_opd.learner.totals import Totals
 from megatron_opd.learner.world import World
 from megatron_opd.losses.cache import Cache, Unscored
@@ -35,11 +36,10 @@ def sft_loss(
     out_1s: torch.Tensor, micro: SftMicro, *, head: StudentLogp
 ) -> tuple[torch.Tensor, Totals]:
     """Return the negative log-likelihood of the response tokens, summed."""
-    row_T = torch.arange(len(micro.response_T), device=out_1s.device)
-    logp_T = head(out_1s, micro.rows, row_T, micro.response_T, 1.0).logp_N
+    logp_T = head(out_1s, micro.rows, Pairs.of_rows(micro.response_T), 1.0).logp_N
     loss = -logp_T.sum(dtype=torch.float64)
     return loss, Totals.of(
-        loss.device, sums={"loss": loss, "count": len(row_T), "tokens": len(row_T)}
+        loss.device, sums={"loss": loss, "count": len(logp_T), "tokens": len(logp_T)}
     )
 
 
@@ -62,14 +62,14 @@ def distil_loss(
     """
     read = micro.loss_input
     draws = read.draws
-    scored = head(out_1s, micro.rows, draws.row_N, read.id_N, temperature)
+    scored = head(out_1s, micro.rows, _pairs_of(read), temperature)
     student_N = scored.logp_N
     result = evaluate(estimator, micro.cache(student_N, scores_start))
     with torch.no_grad():
         by_weight = estimator.support.owner == "student"
         weight_N = draws.weight_N if by_weight else torch.zeros_like(draws.weight_N)
         if not by_weight:
-            weight_N[draws.path_T] = 1.0
+            weight_N.index_fill_(0, draws.path_T, 1.0)
         # Not used_N as an index: that would ask the device how many there are.
         used_N = weight_N > 0
         log_ratio_N = torch.where(used_N, student_N - draws.sampler_logp_N, 0.0)
@@ -100,6 +100,10 @@ def distil_loss(
     return result.loss_sum, totals
 
 
+def _pairs_of(read: MicroCache) -> Pairs:
+    return Pairs(read.draws.row_N, read.id_N, read.draws.on_host.row_N)
+
+
 def _path_gap(
     path_logp_T: torch.Tensor, draws: Unscored, compared_T: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,8 +123,7 @@ def _path_of(
 ) -> torch.Tensor:
     """Return [T], the log-probs of the path tokens."""
     path_T, id_N = micro.loss_input.draws.path_T, micro.loss_input.id_N
-    row_T = torch.arange(len(path_T), device=out_1s.device)
-    return head(out_1s, micro.rows, row_T, id_N[path_T], temperature).logp_N
+    return head(out_1s, micro.rows, Pairs.of_rows(id_N[path_T]), temperature).logp_N
 
 
 def mismatch_totals(
@@ -189,7 +192,7 @@ def collect_caches(
 
     def collect(out_1s: torch.Tensor, micro: DistilMicro) -> tuple[torch.Tensor, Totals]:
         read = micro.loss_input
-        scored = head(out_1s, micro.rows, read.draws.row_N, read.id_N, temperature)
+        scored = head(out_1s, micro.rows, _pairs_of(read), temperature)
         logp_N = scored.logp_N.detach()
         caches.append(micro.cache(logp_N, prox_is_student=False))
         return logp_N.sum(dtype=torch.float64), Totals.of(logp_N.device, sums={"count": 1})
@@ -268,7 +271,8 @@ def _nothing(
 ) -> tuple[torch.Tensor, Totals]:
     """Return the loss of a filler: zero, with a gradient of zero for every weight."""
     zero_T = torch.zeros(rows.num_tokens, dtype=torch.int64, device=out_1s.device)
-    logp_T = head(out_1s, rows, zero_T, zero_T, 1.0).logp_N
+    pairs = Pairs(zero_T, zero_T, np.zeros(rows.num_tokens, np.int64))
+    logp_T = head(out_1s, rows, pairs, 1.0).logp_N
     return 0 * logp_T.sum(dtype=torch.float64), Totals.zero(out_1s.device)
 
 

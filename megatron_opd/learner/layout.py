@@ -30,16 +30,16 @@ class PackedRows:
 
     ids_1s: int64 [1, s]. packing: what the layers need to know of the segments. logit_row_t:
     position, among s, of row P - 1 + t of its sample, which predicts response token t. token_t:
-    that token's index in T. num_tokens: T. total_tokens: S. source_s: int64, which of the samples'
-    inputs (P + T - 1 each, one sample after another) each position holds; -1: filler. filler_1s:
-    bool, positions that hold no token of a sample. is_filler: no position does, see
-    PackLayout.filler.
+    int64, that token's index in T, on the host. num_tokens: T. total_tokens: S. source_s: int64,
+    which of the samples' inputs (P + T - 1 each, one sample after another) each position holds; -1:
+    filler. filler_1s: bool, positions that hold no token of a sample. is_filler: no position does,
+    see PackLayout.filler.
     """
 
     ids_1s: torch.Tensor
     packing: Any
     logit_row_t: torch.Tensor
-    token_t: torch.Tensor
+    token_t: np.ndarray
     num_tokens: int
     total_tokens: int
     filler_1s: torch.Tensor
@@ -103,7 +103,7 @@ class PackLayout:
             self._tensor(ids_S[share_s])[None],
             self.packing(tuple(lengths)),
             self._tensor(local_S[row_T[token_t]]),
-            self._tensor(token_t),
+            token_t,
             len(row_T),
             len(ids_S),
             sent(source_S[share_s] < 0, self.device)[None],

@@ -194,6 +194,7 @@ class MegatronLearner:
             micros = [own_gates(micro) for micro in micros]
         with self._device_mode:
             found, totals = path_logp(self.model, micros, self.world, self.head, temperature)
+            totals = totals.on_host()
             logp_T = whole_batch(found, batch, self.world)
         return Scores(
             logp_T=logp_T.astype("<f4").tobytes(),
@@ -225,7 +226,7 @@ class MegatronLearner:
             )
             for chunk in self.model:
                 chunk.train()
-        return totals
+        return totals.on_host()
 
     def finish_param_gather(self) -> None:
         """Make every parameter current on every rank; call before weights are read. Collective.
@@ -283,7 +284,7 @@ class MegatronLearner:
             if self.balancing is not None:
                 fillers = sum(micro.rows.is_filler for micro in micros)
                 losses = self.balancing.weigh(count, len(micros), fillers)
-            totals = forward_backward(self.world)
+            totals = forward_backward(self.world).on_host()
             if self.balancing is not None:
                 balancing = self.balancing.mean_loss(losses)
             if not math.isfinite(totals.sum("loss")):
@@ -301,7 +302,7 @@ class MegatronLearner:
         """Sum over data-parallel ranks; ranks that share samples count once."""
         if self.world.size == 1:
             return value
-        count = torch.tensor(value * self.world.is_head, device=self.world.device)
+        count = torch.full((), value * self.world.is_head, device=self.world.device)
         dist.all_reduce(count)
         return int(count)
 
@@ -325,11 +326,11 @@ class MegatronLearner:
         )
 
     def _peak_rss_bytes(self) -> int:
-        peak = torch.tensor(
-            resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, device=self.world.device
-        )
-        if self.world.size > 1:
-            dist.all_reduce(peak)
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if self.world.size == 1:
+            return own
+        peak = torch.full((), own, device=self.world.device)
+        dist.all_reduce(peak)
         return int(peak)
 
     def _metrics(
@@ -401,7 +402,7 @@ def _bounded(run: Callable[[World], Totals], bound: Bound, world: World) -> Tota
 
     A loss that is no number is left to who looks at it next.
     """
-    totals = run(world)
+    totals = run(world).on_host()
     gap = totals.mismatch().gap
     if math.isfinite(totals.sum("loss")) and not bound.allows(gap):
         raise ModelsDiffer(gap)

@@ -99,7 +99,7 @@ class ForwardPasses:
         free = [_routed_freely(micro) for micro in mini]
         with _fork_rng():
             totals = mismatch_totals(self.model, free, self.world, self.head, self.temperature)
-        return totals.mismatch()
+        return totals.on_host().mismatch()
 
     def _caches(self, mini: Sequence[DistilMicro]) -> list[Cache]:
         return collect_caches(self.model, mini, self.world, self.head, self.temperature)
@@ -144,12 +144,12 @@ def _gathered(value_n: torch.Tensor) -> torch.Tensor:
     size = dist.get_world_size(group)
     if size == 1:
         return value_n
-    count = torch.tensor([len(value_n)], device=value_n.device)
-    counts = [torch.zeros_like(count) for _ in range(size)]
-    dist.all_gather(counts, count, group=group)
-    longest = max(int(c) for c in counts)
-    padded = value_n.new_zeros(longest)
+    count = torch.full((1,), len(value_n), device=value_n.device)
+    gathered = [torch.zeros_like(count) for _ in range(size)]
+    dist.all_gather(gathered, count, group=group)
+    counts = torch.cat(gathered).tolist()
+    padded = value_n.new_zeros(max(counts))
     padded[: len(value_n)] = value_n
     parts = [torch.empty_like(padded) for _ in range(size)]
     dist.all_gather(parts, padded, group=group)
-    return torch.cat([part[: int(c)] for part, c in zip(parts, counts, strict=True)])
+    return torch.cat([part[:c] for part, c in zip(parts, counts, strict=True)])

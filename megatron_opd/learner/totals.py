@@ -85,9 +85,11 @@ class Totals:
             (MAXIMA, totals.maxima, maxima or {}),
         ):
             for name, value in values.items():
-                vector[names.index(name)] = (
-                    value.detach() if isinstance(value, torch.Tensor) else value
-                )
+                place = vector[names.index(name)]
+                if isinstance(value, torch.Tensor):
+                    place.copy_(value.detach())
+                else:  # a number that is assigned to one place is copied there, and waited for
+                    place.fill_(value)
         if ratios is not None:
             totals.sums[len(SUMS) :] = ratios
         return totals
@@ -95,6 +97,11 @@ class Totals:
     def plus(self, other: Totals) -> Totals:
         """Return the sum of two totals."""
         return Totals(self.sums + other.sums, self.maxima.maximum(other.maxima))
+
+    def on_host(self) -> Totals:
+        """Return the totals where the host reads them without asking the device; one copy."""
+        both = torch.cat([self.sums, self.maxima]).cpu()
+        return Totals(both[: len(self.sums)], both[len(self.sums) :])
 
     def count(self) -> torch.Tensor:
         """Return what the loss is divided by, an int32 scalar on the device."""
@@ -127,4 +134,4 @@ class Totals:
 
     def ratio_quantile(self, quantile: float) -> float:
         """Return a quantile of the importance ratio, weighted as in the draw cache."""
-        return ratio_quantile(self.sums[len(SUMS) :].cpu(), quantile)
+        return ratio_quantile(self.sums[len(SUMS) :], quantile)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.far_device import FAR
+from tests.support.fake_card import CARD
 from tests.support.loss_cases import estimator
 from tests.support.micro_syncs import OBJECTIVES, alone, batch, update
 
@@ -42,11 +42,11 @@ class Told:
 def test_cuda_counts_no_more_waits(monkeypatch: pytest.MonkeyPatch, name: str):
     alone(monkeypatch)
     cuda, est, share = torch.device("cuda", 0), estimator(**OBJECTIVES[name]), batch()
-    update(est, share, cuda)  # kernels are compiled, memory is pinned
+    update(est, share, cuda, counter=Told)  # kernels are compiled, memory is pinned
     with Told() as control:
         float(torch.ones((), device=cuda))
     assert control.waits[TOLD] == 1
-    found, expected = update(est, share, cuda, counter=Told), update(est, share, FAR)
+    found, expected = update(est, share, cuda, counter=Told), update(est, share, CARD)
     fused = find_spec("triton") is not None
     assert found.packing[TOLD] == 0
     assert found.update[TOLD] == (0 if fused else expected.update.total())

@@ -19,12 +19,12 @@ from megatron_opd.learner.forward import distil_loss, routing_counts
 from megatron_opd.learner.layout import PackLayout
 from megatron_opd.learner.micro_batch import DistilMicro, distil_micros
 from megatron_opd.learner.routing import MicroRouting
-from megatron_opd.learner.student_logp import AcrossContext, LeanLogp, StudentLogp
+from megatron_opd.learner.student_logp import AcrossContext, LeanLogp, Pairs, StudentLogp
 from megatron_opd.learner.totals import Totals
 from megatron_opd.losses.objective import m2_limit_of, m2_view
 from megatron_opd.records.columns import RankBatch
 from tests.support.batches import make_shares
-from tests.support.far_device import FAR, FarDevice, far
+from tests.support.fake_card import CARD, WAITS, FakeCard, on_card
 
 OBJECTIVES: dict[str, dict[str, Any]] = {
     "opd": {},
@@ -122,14 +122,16 @@ def update(
     device: torch.device,
     *,
     in_context: bool = False,
-    counter: type[Any] = FarDevice,
+    counter: type[Any] = FakeCard,
 ) -> Waits:
     """Pack a micro-batch, make its loss and gradient, and count what routing replay changed.
 
     in_context: as a context-parallel rank does, which holds all of the tokens here. counter: makes
     contexts that count `waits`.
     """
-    there = far if device == FAR else partial(torch.Tensor.to, device=device, copy=True)
+    there: Any = partial(torch.Tensor.to, device=device, copy=True)
+    if counter is FakeCard and device == CARD:
+        there = on_card
     generator = torch.Generator().manual_seed(0)
     weight_vH = there(torch.randn(VOCAB, WIDTH, generator=generator)).requires_grad_()
     with counter() as packing:
@@ -164,6 +166,9 @@ def update(
         totals = totals.plus(routing_counts([micro], device))
         totals.count()
     assert hidden.grad is not None
+    for seen in (packing, limits, waits):
+        if isinstance(seen, FakeCard):
+            assert all(line.kind in WAITS for line in seen.lines), seen.lines
     return Waits(
         packing.waits,
         limits.waits,
@@ -180,6 +185,7 @@ def with_limits(
     """M2PO's limits of this micro-batch alone, as learner/passes.py finds them over all of them."""
     with torch.no_grad():
         read = micro.loss_input
-        logp_N = head(hidden, micro.rows, read.draws.row_N, read.id_N, 1.0).logp_N
+        pairs = Pairs(read.draws.row_N, read.id_N, read.draws.on_host.row_N)
+        logp_N = head(hidden, micro.rows, pairs, 1.0).logp_N
     cache = micro.cache(logp_N, prox_is_student=est.applied_correction.prox)
     return replace(micro, m2_limits=tuple(m2_limit_of(est, cache, m2_view(est, cache))))

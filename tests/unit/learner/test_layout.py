@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.learner.layout import PackLayout, rank_multiple_of
-from tests.support.far_device import FAR, FarDevice
+from tests.support.fake_card import CARD, FakeCard
 
 CPU = torch.device("cpu")
 SIZES = st.lists(st.tuples(st.integers(1, 30), st.integers(1, 30)), min_size=1, max_size=6)
@@ -89,7 +89,7 @@ def test_filler_changes_no_token_and_no_place(sizes: list[tuple[int, int]], cp: 
             [end - len(r) + 1 + np.arange(len(r)) for end, r in zip(last, responses, strict=True)]
         )
         source_t = rows.source_s[rows.logit_row_t.numpy()]
-        assert source_t.tolist() == of_T[rows.token_t.numpy()].tolist()
+        assert source_t.tolist() == of_T[rows.token_t].tolist()
     assert sorted(predicted) == list(range(sum(r for _, r in sizes)))
 
 
@@ -135,8 +135,8 @@ def test_transformer_engine_is_told_of_no_padding_between_segments(cp: int):
 
 
 def test_packing_waits_for_no_device():
-    with FarDevice() as seen:
+    with FakeCard() as seen:
         for engine in (False, True):
-            rows = PackLayout(FAR, tp=2, engine=engine).pack(*samples([(3, 4), (5, 9)]))
-            assert rows.ids_1s.device == FAR
+            rows = PackLayout(CARD, tp=2, engine=engine).pack(*samples([(3, 4), (5, 9)]))
+            assert rows.ids_1s.device == CARD
     assert not seen.waits
