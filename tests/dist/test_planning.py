@@ -1,6 +1,7 @@
 """A plan against what built learners hold: parameters, buffers, optimizer, groups, activations."""
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from megatron_opd.sizing.activations import BYTES, Shapes
+from megatron_opd.sizing.exchanges import end_exchanges, layer_exchanges, step_exchanges
 from megatron_opd.sizing.layout import in_flight_chunks, rank_groups, stage_layers
 from megatron_opd.sizing.learner import learner_memory
 from megatron_opd.sizing.recompute import kept_bytes
@@ -204,3 +206,38 @@ def test_as_many_micro_batches_are_in_flight_as_planned(case):
             begun += rank["passes"][first]
             first += len(chunk)
         assert begun == in_flight_chunks(config.parallel, rank["stage"]), name
+
+
+KINDS = {
+    "tp": ("gather", "scatter"),
+    "etp": ("gather", "scatter"),
+    "ep": ("all-to-all",),
+    "pp": ("send",),
+    "dp x cp": ("gather", "scatter"),
+    "expert dp": ("gather", "scatter"),
+}
+"""What a plan counts in each group; all-reduces are of counts, norms' gradients and log-probs."""
+
+
+def test_collectives_are_given_what_the_plan_counts(case):
+    """Bytes of whole tensors over all ranks; unevenly loaded experts even out in the sum."""
+    name, model, config, ranks = case
+    spec, parallel = read_model_spec(model), config.parallel
+    shapes = Shapes(spec, parallel, ranks[0]["tokens"] * parallel.tp, BYTES[config.dtype], "local")
+    passes = [
+        exchange
+        for backward in (False, True)
+        for layer in range(spec.num_layers)
+        for exchange in layer_exchanges(shapes, layer, backward=backward)
+    ]
+    passes += 2 * end_exchanges(shapes)
+    micro_batches = 4
+    planned = Counter[str]()
+    for each in passes:
+        planned[each.group] += int(each.whole * micro_batches * len(ranks) / parallel.pp)
+    stages = learner_memory(spec, config, 1)
+    for rank in ranks:
+        held = stages[rank["stage"]].parameters
+        for each in step_exchanges(config, held.dense, held.expert):
+            planned[each.group] += int(each.whole)
+    print(name, dict(planned), [r["exchanged"] for r in ranks])
