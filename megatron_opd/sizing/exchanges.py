@@ -4,7 +4,8 @@ For a micro-batch of which a cp rank has S tokens, with b bytes for an activatio
 collective, forward and backward; an all-gather is a reduce-scatter in the backward pass and the
 other way round, and a layer's weight gradients gather its input once more:
 
-    tp, attention              S h b       2 and 3     all-gather before it, reduce-scatter after
+    tp, attention              S h b       2 and 3     all-gather before it, reduce-scatter after;
+                                                       of latent attention the latents before it
     tp, dense, shared experts  S h b       2 and 3     the same
     tp, queries, keys, values  S q b       1 and 1     where tp exceeds the key-value heads
     tp, embedding and head     S h b       2 and 2     reduce-scatter, all-gather
@@ -61,9 +62,7 @@ class Exchange:
 
     def times(self, number: float) -> Exchange:
         """Return so many of them."""
-        return Exchange(
-            self.group, self.ranks, self.span, self.whole * number, self.calls * number
-        )
+        return Exchange(self.group, self.ranks, self.span, self.whole * number, self.calls * number)
 
 
 def layer_exchanges(shapes: Shapes, layer: int, *, backward: bool) -> list[Exchange]:
@@ -71,8 +70,10 @@ def layer_exchanges(shapes: Shapes, layer: int, *, backward: bool) -> list[Excha
     spec, parallel = shapes.spec, shapes.parallel
     tp = parallel.tp
     moe = bool(spec.moe_layers) and spec.moe_layers[layer]
-    parts = 1 if moe and not spec.shared_ffn_size else 2
-    found = [_tp(shapes, spec.hidden_size).times(parts * (3 if backward else 2))]
+    found = [_tp(shapes, *_attention_features(spec, backward=backward))]
+    if not moe or spec.shared_ffn_size:
+        parts = 3 if backward else 2
+        found.append(_tp(shapes, parts * spec.hidden_size, parts))
     if tp > spec.num_kv_heads:  # every rank gathers the queries, keys and values of all
         found.append(_tp(shapes, (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim))
     if not spec.has_delta_net(layer):
@@ -85,10 +86,25 @@ def layer_exchanges(shapes: Shapes, layer: int, *, backward: bool) -> list[Excha
     return [each for each in found if each.ranks > 1]
 
 
-def _tp(shapes: Shapes, features: int) -> Exchange:
-    """Return one collective of [S, features] among tensor-parallel ranks."""
-    tp = shapes.parallel.tp
-    return Exchange("tp", tp, tp, shapes.tokens * features * shapes.element_bytes)
+def _tp(shapes: Shapes, features: int, calls: int = 1) -> Exchange:
+    """Return collectives of [S, features] in all among tensor-parallel ranks."""
+    tp, size = shapes.parallel.tp, shapes.element_bytes
+    return Exchange("tp", tp, tp, shapes.tokens * features * size, calls)
+
+
+def _attention_features(spec: ModelSpec, *, backward: bool) -> tuple[int, int]:
+    """Return the features of all collectives of a layer's attention, and their number.
+
+    Latents are gathered where they are made from each rank's tokens: of the queries or else their
+    input, of keys and values, and the key that turns, which is the input of no further product.
+    """
+    inputs, gathers, turning = spec.hidden_size, 1, 0
+    if (latent := spec.latent) is not None:
+        inputs = (latent.query_rank or spec.hidden_size) + latent.rank
+        gathers, turning = 2, latent.turning
+    features = inputs + turning + spec.hidden_size
+    calls = gathers + (turning > 0) + 1
+    return (features + inputs, calls + gathers) if backward else (features, calls)
 
 
 def _expert_exchanges(shapes: Shapes) -> list[Exchange]:
@@ -110,7 +126,7 @@ def end_exchanges(shapes: Shapes) -> list[Exchange]:
     As the whole pipeline does, with one model chunk a stage; each of its ranks has 1 / pp of it.
     """
     parallel = shapes.parallel
-    found = [_tp(shapes, shapes.spec.hidden_size).times(2)]
+    found = [_tp(shapes, 2 * shapes.spec.hidden_size, 2)]
     boundary = shapes.spec.hidden_size * shapes.element_bytes * shapes.tokens / parallel.tp
     borders = parallel.pp * parallel.vpp - 1
     found.append(
@@ -129,9 +145,11 @@ def pass_exchanges(shapes: Shapes, *, backward: bool) -> list[Exchange]:
 def step_exchanges(config: LearnerConfig, dense: float, expert: float) -> list[Exchange]:
     """Return how a rank reduces gradients and gathers weights, once a step.
 
-    dense, expert: elements that it holds.
+    dense, expert: elements that it holds. Megatron keeps experts that every rank has with the rest.
     """
     parallel = config.parallel
+    if parallel.ep == 1:
+        dense, expert = dense + expert, 0.0
     each = Settings.of(config).gradient_bytes + BYTES[config.dtype]
     stage = parallel.world_size // parallel.pp
     found = [
@@ -153,4 +171,6 @@ def joined(exchanges: Iterable[Exchange]) -> list[Exchange]:
 
 def replica_shapes(spec: ModelSpec, parallel: ParallelConfig, tokens: float) -> Shapes:
     """Return the shapes of a micro-batch of `tokens` over all cp ranks, in bfloat16."""
-    return Shapes(spec, parallel, int(tokens / parallel.cp), BYTES["bfloat16"], "transformer_engine")
+    return Shapes(
+        spec, parallel, int(tokens / parallel.cp), BYTES["bfloat16"], "transformer_engine"
+    )

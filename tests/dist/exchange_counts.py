@@ -14,13 +14,15 @@ WHOLE = {
     "allgather_into_tensor_coalesced_": ("gather", 0),
     "_reduce_scatter_base_": ("scatter", 1),
     "reduce_scatter_tensor_coalesced_": ("scatter", 1),
+    "reduce_scatter_": ("scatter", 1),
+    "allgather_": ("gather", 0),
     "alltoall_base_": ("all-to-all", 1),
     "allreduce_": ("reduce", 0),
     "send": ("send", 0),
 }
 """The kind of each of torch's operations, and which of its arguments holds the whole tensor."""
-SEEN = ("recv_", "recv_any_source_", "barrier", "broadcast_", "allgather_")
-"""What else a learner calls: the other end of a send, and small things at the start."""
+SEEN = ("recv_", "recv_any_source_", "barrier", "broadcast_")
+"""What else a learner calls: the other end of a send, and what is no tensor of a pass."""
 
 
 class ExchangeCounts(TorchDispatchMode):
@@ -38,12 +40,20 @@ class ExchangeCounts(TorchDispatchMode):
         name = func._schema.name.partition("::")[2]
         if func.namespace == "c10d" and name not in SEEN:
             kind, place = WHOLE[name]
-            (group,) = (dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject))
-            tensors = [leaf for leaf in tree_leaves(args[place])]
-            counted = self.counts[self._names.get(group.group_name, "other")][kind]
-            counted[0] += sum(tensor.nbytes for tensor in tensors)
-            counted[1] += 1
+            floats = [t for t in tree_leaves(args[place]) if t.is_floating_point()]
+            if floats:  # not shapes, or how many tokens an expert gets
+                counted = self.counts[self._group(kind, args)][kind]
+                counted[0] += sum(tensor.nbytes for tensor in floats)
+                counted[1] += 1
         return func(*args, **(kwargs or {}))
+
+    def _group(self, kind: str, args: Any) -> str:
+        """The group's name; of stages, which have several groups, that of all of them."""
+        if kind == "send":
+            return "pp"
+        # before a reduction's kind, which is an object of torch's too
+        boxed = next(each for each in args if isinstance(each, torch.ScriptObject))
+        return self._names.get(dist.ProcessGroup.unbox(boxed).group_name, "other")
 
 
 def groups() -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A plan against what built learners hold: parameters, buffers, optimizer, groups, activations."""
 
+import itertools
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,7 @@ from tests.support.models import (
 
 pytestmark = pytest.mark.dist
 
+MICRO_BATCHES = 4
 LATENT_DENSE = {"first_k_dense_replace": 2, "num_hidden_layers": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("mixed", {"dtype": "float32"}),
@@ -112,7 +113,8 @@ def case(
     """(name, model, configuration, figures by rank)."""
     kind, tree = CASES[request.param]
     config = LearnerConfig.model_validate(tree | {"max_tokens_per_microbatch": 1})
-    batch = Batch(0, 0, tuple(plain_sample(uid) for uid in range(4 * config.parallel.dp)))
+    samples = range(MICRO_BATCHES * config.parallel.dp)
+    batch = Batch(0, 0, tuple(plain_sample(uid) for uid in samples))
     out = tmp_path_factory.mktemp("world")
     size = config.parallel.world_size
     run_world(
@@ -208,36 +210,49 @@ def test_as_many_micro_batches_are_in_flight_as_planned(case):
         assert begun == in_flight_chunks(config.parallel, rank["stage"]), name
 
 
-KINDS = {
+PASSED = {
     "tp": ("gather", "scatter"),
     "etp": ("gather", "scatter"),
     "ep": ("all-to-all",),
     "pp": ("send",),
-    "dp x cp": ("gather", "scatter"),
-    "expert dp": ("gather", "scatter"),
 }
-"""What a plan counts in each group; all-reduces are of counts, norms' gradients and log-probs."""
+"""What a plan counts of the passes; all-reduces are of norms' gradients and log-probs."""
 
 
 def test_collectives_are_given_what_the_plan_counts(case):
-    """Bytes of whole tensors over all ranks; unevenly loaded experts even out in the sum."""
+    """Of all ranks together, over which unevenly loaded experts even out: bytes and calls."""
     name, model, config, ranks = case
     spec, parallel = read_model_spec(model), config.parallel
     shapes = Shapes(spec, parallel, ranks[0]["tokens"] * parallel.tp, BYTES[config.dtype], "local")
-    passes = [
-        exchange
-        for backward in (False, True)
-        for layer in range(spec.num_layers)
-        for exchange in layer_exchanges(shapes, layer, backward=backward)
-    ]
-    passes += 2 * end_exchanges(shapes)
-    micro_batches = 4
-    planned = Counter[str]()
-    for each in passes:
-        planned[each.group] += int(each.whole * micro_batches * len(ranks) / parallel.pp)
-    stages = learner_memory(spec, config, 1)
+    passes = 2 * end_exchanges(shapes)
+    for layer, backward in itertools.product(range(spec.num_layers), (False, True)):
+        passes += layer_exchanges(shapes, layer, backward=backward)
+    alike = len(ranks) // parallel.pp  # of a stage
+    for group, kinds in PASSED.items():
+        planned = [each for each in passes if each.group == group]
+        counted = [
+            rank["exchanged"].get(group, {}).get(kind, (0, 0)) for rank in ranks for kind in kinds
+        ]
+        whole = sum(each.whole for each in planned) * alike * MICRO_BATCHES
+        assert sum(number for number, _ in counted) == whole, (name, group)
+        calls = sum(each.calls for each in planned) * alike * MICRO_BATCHES
+        assert sum(number for _, number in counted) == calls, (name, group)
+
+
+def test_a_step_reduces_and_gathers_what_the_plan_counts(case):
+    name, model, config, ranks = case
+    stages = learner_memory(read_model_spec(model), config, 1)
     for rank in ranks:
         held = stages[rank["stage"]].parameters
-        for each in step_exchanges(config, held.dense, held.expert):
-            planned[each.group] += int(each.whole)
-    print(name, dict(planned), [r["exchanged"] for r in ranks])
+        planned = step_exchanges(config, held.dense, held.expert)
+        found = {
+            group: kinds
+            for group in ("dp x cp", "expert dp")
+            if "scatter" in (kinds := rank["exchanged"].get(group, {}))
+        }
+        assert {each.group for each in planned} == set(found), name
+        for each in planned:
+            # without overlap, as on CPUs, each of the two optimizers gathers the other's too
+            gathered = found[each.group]["gather"][0] / len(planned)
+            real = found[each.group]["scatter"][0] + gathered
+            bounded("plan: bytes reduced and gathered", relative(each.whole, real), 0.02, name)

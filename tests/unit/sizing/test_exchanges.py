@@ -81,7 +81,11 @@ def test_a_step_reduces_gradients_and_gathers_weights(ddp: dict[str, bool], grad
     tree = {"dtype": "bfloat16", "parallel": {"dp": 4, "ep": 2}, "ddp": ddp}
     config = LearnerConfig.model_validate(tree)
     dense, expert = step_exchanges(config, dense=100, expert=1000)
-    assert (dense.group, dense.ranks, dense.sent) == ("dp x cp", 4, 100 * (gradient_bytes + 2) * 0.75)
+    assert (dense.group, dense.ranks, dense.sent) == (
+        "dp x cp",
+        4,
+        100 * (gradient_bytes + 2) * 0.75,
+    )
     assert (expert.group, expert.ranks) == ("expert dp", 2)
     assert expert.sent == 1000 * (gradient_bytes + 2) / 2
     assert dense.is_local

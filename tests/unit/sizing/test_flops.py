@@ -14,7 +14,6 @@ from megatron_opd.sizing.flops import Work, forward_flops, mfu, train_flops
 from tests.support.delta_models import tiny_qwen3_5
 from tests.support.figures import bounded, relative
 from tests.support.latent_models import tiny_deepseek_v2, tiny_deepseek_v3
-from tests.support.published import MODELS as PUBLISHED
 from tests.support.models import (
     tiny_gemma3,
     tiny_gpt_oss,
@@ -25,6 +24,7 @@ from tests.support.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
+from tests.support.published import MODELS as PUBLISHED
 
 PROMPT, RESPONSE = 23, 41
 INPUTS = PROMPT + RESPONSE - 1
