@@ -3,7 +3,8 @@
     python -m studies roofline > benchmarks/results/roofline.json
 
 Nothing is fitted. predicted: with the assumed shares of the data sheet (sizing/gpus.py). ideal:
-with all of it, and every phase as short as its longest term; no run can be faster. `failed` where
+with all of it, and links that cost nothing; no run can be faster, but for experts that no token of
+a decode step meets, a few percent in the smallest servers' steps. `failed` where
 a published run is, and where half of a GPU's memory bandwidth, FLOP/s or NVLink makes the first run
 no slower. agreement: of a published run's two figures, speed by its step over speed. sensitivity:
 ratios of the first run when one assumption changes. examples: FLOPs, bytes and seconds of a GPU in
@@ -24,10 +25,13 @@ from megatron_opd.sim.planner.phases import AverageSample, run_phases, running_r
 from megatron_opd.sizing.gpus import ASSUMED, CATALOGUE, IDEAL
 from megatron_opd.sizing.roofline import PhaseTime, PhaseWork
 from studies.roofline.predict import Step, Unstated, predict, spec_of, tokens_per_s
-from studies.roofline.rows import LEFT_OUT, NEMO, PublishedRun
+from studies.roofline.rows import LEFT_OUT, NEMO, SYNCS, TRAINING, PublishedRun
+from studies.roofline.single import training, weight_sync
 
 GPU: Gpu = "h100"
 GPUS: tuple[Gpu, ...] = ("h100", "h200", "b200")
+WHOLE_MEMORY = 0.99
+"""Share of a GPU's memory that no server exceeds."""
 EXAMPLES = {
     "one_node": ("Qwen3-1.7B", "Qwen3-30B-A3B"),
     "four_nodes": ("Qwen3-30B-A3B", "Qwen3-235B-A22B"),
@@ -64,6 +68,8 @@ def measure() -> dict[str, Any]:
         "unstated": asdict(Unstated()),
         "rows": rows,
         "errors": errors(rows),
+        "training": training(TRAINING, CATALOGUE[GPU]),
+        "weight_syncs": [weight_sync(run, CATALOGUE[GPU]) for run in SYNCS],
         "controls": controls,
         "sensitivity": sensitivity(NEMO[0]),
         "left_out": LEFT_OUT,
@@ -94,11 +100,12 @@ def compared(run: PublishedRun) -> dict[str, Any]:
 
 
 def ideal(run: PublishedRun) -> float:
-    """Return the tokens/s of a GPU that no run exceeds: every phase takes its longest term."""
-    least = Unstated(prompt=Unstated().prompt, passes=0.0, tail=False)
-    step = predict(run, CATALOGUE[GPU], IDEAL, least)
+    """Return the tokens/s of a GPU that no run exceeds: arithmetic or memory traffic alone."""
+    least = Unstated(passes=0.0, tail=False, memory=WHOLE_MEMORY)
+    # samples of one step more are in flight where they are begun as others are trained on
+    step = predict(replace(run, ahead=run.ahead + 1), CATALOGUE[GPU], IDEAL, least)
     shortest = {
-        name: PhaseTime(max(time.terms.values()), 0.0) for name, time in step.phases.items()
+        name: PhaseTime(time.compute_s, time.memory_s) for name, time in step.phases.items()
     }
     return tokens_per_s(run, Step(**shortest, takes_turns=step.takes_turns))
 

@@ -23,7 +23,7 @@ from megatron_opd.sizing.roofline import (
     prefill_work,
     train_work,
 )
-from megatron_opd.sizing.servers import weight_bytes
+from megatron_opd.sizing.servers import server_memory, weight_bytes
 from studies.roofline.rows import PublishedRun
 
 MODELS = ROOT / "examples" / "cluster" / "models"
@@ -36,11 +36,13 @@ class Unstated:
     prompt: tokens of one. passes: forward passes of a step besides training: log-probs of the
     policy and of a reference, whose penalty is on in the recipes' defaults. tail: whether servers
     of a run that takes turns decode until a response has reached the limit, less and less busy.
+    memory: share of a GPU for weights and KV cache, which the recipes set to 0.8 and more.
     """
 
     prompt: int = 150
     passes: float = 2.0
     tail: bool = True
+    memory: float = 0.8
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,9 @@ def predict(
 ) -> Step:
     """Return the step of a published run."""
     spec = spec_of(run.model)
-    server = ServerConfig(model=Path("unused"), tp=run.server_tp)
+    server = ServerConfig(
+        model=Path("unused"), tp=run.server_tp, mem_fraction_static=unstated.memory
+    )
     refit = refit_work(run, weight_bytes(spec, server))
     learner = learner_of(run)
     optimizer = phase_time(optimizer_work(spec, learner), hardware, 1.0, assumed)
@@ -106,15 +110,24 @@ def sample_time(
 ) -> PhaseTime:
     """Return the time in which the servers sample a step's responses, with prefills."""
     spec, response = spec_of(run.model), run.mean - unstated.prompt
-    each = run.samples * run.server_tp / run.samplers
-    steps = run.longest - unstated.prompt if unstated.tail and not run.sampling else response
-    running = each * response / steps
-    work = decode_work(spec, server, running, running * (unstated.prompt + response / 2))
+    cached, each = unstated.prompt + response / 2, run.samples * run.server_tp / run.samplers
+    if run.sampling:
+        running = min(run.ahead * each, room(spec, server, hardware) / cached)
+    else:
+        running = each * response / (run.longest - unstated.prompt) if unstated.tail else each
+    work = decode_work(spec, server, running, running * cached)
     step = phase_time(work, hardware, assumed.decode_mfu, assumed, assumed.decode_step_s)
+    steps = each * response / running
     # one token of each prompt is read by the head
     prompts = prefill_work(spec, server, Work.of([(unstated.prompt, 1)] * math.ceil(each)))
     filled = phase_time(prompts, hardware, assumed.prefill_mfu, assumed)
     return added(repeated(step, steps), filled)
+
+
+def room(spec: ModelSpec, server: ServerConfig, hardware: Hardware) -> float:
+    """Return the tokens that a server's KV cache has room for."""
+    sized = server.model_copy(update={"gpu_memory_gib": hardware.memory_gib})
+    return server_memory(spec, sized).kv_tokens or 0
 
 
 def train_time(

@@ -5,6 +5,10 @@ NVIDIA-NeMo/RL at 7ea279ab; recipes in examples/configs/recipes/llm/performance)
 OpenMathInstruct-2, Megatron-Core and vLLM, averages of five steps. The page has sizes of model,
 batch, lengths and layouts. Which GPUs sample and which train, and what is recomputed, is in the
 recipes. Tokens are those of prompts and responses.
+
+One phase alone: NeMo AutoModel's page (docs/performance-summary.md of NVIDIA-NeMo/Automodel,
+2025-10-02) has a pre-training step with balanced routing, NVIDIA-NeMo/RL#2808 has weight syncs on
+DGX H100; of its rows those whose layout says how many ranks there are.
 """
 
 from __future__ import annotations
@@ -18,7 +22,8 @@ class PublishedRun:
 
     samples, mini_batches: of a step. mean: tokens of a sample with its prompt; no sample has more
     than `longest`. gpus: all. sampling: those that sample while the others train; 0: all of them
-    do both, in turn. server_tp: GPUs of a server. layout: of the learner, without dp.
+    do both, in turn. ahead: steps whose samples may be in flight while others train. server_tp:
+    GPUs of a server. layout: of the learner, without dp.
     tokens_per_s, step_s: as published, the first for each GPU.
     """
 
@@ -34,6 +39,7 @@ class PublishedRun:
     step_s: float
     mini_batches: int = 1
     sampling: int = 0
+    ahead: int = 1
     recompute: str = "none"
 
     @property
@@ -45,6 +51,40 @@ class PublishedRun:
     def trainers(self) -> int:
         """Returns the GPUs that train."""
         return self.gpus - self.sampling
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedTraining:
+    """Describes published training of whole sequences of `tokens` tokens, of a step of `samples`.
+
+    micro_samples: of a micro-batch. tokens_per_s, tflops: for each GPU, as published.
+    """
+
+    name: str
+    model: str
+    gpus: int
+    samples: int
+    micro_samples: int
+    tokens: int
+    layout: dict[str, int]
+    tokens_per_s: float
+    tflops: float
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedSync:
+    """Describes a published weight sync. layout: of the learner. seconds: shortest and longest.
+
+    ends: layers of the first and the last of its stages; 0: as many as in the others.
+    """
+
+    name: str
+    model: str
+    layout: dict[str, int]
+    server_tp: int
+    servers: int
+    seconds: tuple[float, float]
+    ends: int = 0
 
 
 SMALL, LARGE = "Qwen3-30B-A3B", "Qwen3-235B-A22B"
@@ -82,6 +122,7 @@ NEMO = (
         model=SMALL,
         gpus=192,
         sampling=64,
+        ahead=8,
         samples=2048,
         mini_batches=4,
         mean=3206,
@@ -132,6 +173,34 @@ NEMO = (
         step_s=231,
     ),
 )
+TRAINING = PublishedTraining(
+    name="30B-A3B pre-training, 8",
+    model=SMALL,
+    gpus=8,
+    samples=512,
+    micro_samples=4,
+    tokens=4096,
+    layout={"dp": 8, "ep": 8},
+    tokens_per_s=12_040,
+    tflops=277,
+)
+SYNCS = (
+    PublishedSync(
+        "30B-A3B, EP8 PP2 to 8 of TP2", SMALL, {"dp": 8, "ep": 8, "pp": 2}, 2, 8, (0.51, 0.55)
+    ),
+    PublishedSync(
+        "30B-A3B, EP8 PP2 to 2 of TP8", SMALL, {"dp": 8, "ep": 8, "pp": 2}, 8, 2, (0.50, 0.51)
+    ),
+    PublishedSync(
+        "235B-A22B, TP4 PP8 EP16 to 16 of TP8",
+        LARGE,
+        {"tp": 4, "dp": 4, "pp": 8, "ep": 16},
+        8,
+        16,
+        (4.56, 4.85),
+        ends=11,
+    ),
+)
 LEFT_OUT = {
     "marin#9250, OPD on 8 H100: 937 s a step": (
         "its own text says that lengths, checkpoints and validation differ, and that its FLOPs "
@@ -141,7 +210,7 @@ LEFT_OUT = {
         "its lengths are not published, and its time goes into returning 128 log-probs a "
         "position, which no roofline has"
     ),
-    "slime": "no throughput was found beside its model, lengths, batch and GPUs",
+    "slime": "no speed of a step is at hand with its model, lengths, batch and GPUs",
     "vime#327, vime#358": "no lengths, or no GPU of the catalogue",
     "StaleFlow, Laminar": "speed-ups without the times they are of",
     "NeMo-RL, DeepSeek V3 and Nemotron": "no description of the models is shipped here",

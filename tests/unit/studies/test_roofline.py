@@ -45,6 +45,14 @@ def test_half_the_memory_bandwidth_slows_sampling_alone() -> None:
     assert tokens_per_s(FIRST, after) < 0.7 * tokens_per_s(FIRST, before)
 
 
+@pytest.fixture
+def rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `failed` is about, without phases alone and examples."""
+    monkeypatch.setattr(roofline, "SYNCS", ())
+    monkeypatch.setattr(roofline, "EXAMPLES", {})
+
+
+@pytest.mark.usefixtures("rows_alone")
 def test_a_run_that_no_gpu_could_make_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     assert roofline.measure()["failed"] == []
     wrong = replace(FIRST, tokens_per_s=5000)
@@ -52,7 +60,29 @@ def test_a_run_that_no_gpu_could_make_fails(monkeypatch: pytest.MonkeyPatch) -> 
     assert roofline.measure()["failed"] == [f"{FIRST.name} is faster than ideal"]
 
 
+@pytest.mark.usefixtures("rows_alone")
 def test_a_control_that_changes_nothing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     endless = replace(H100, hbm_gbs=1e9)
     monkeypatch.setitem(roofline.CATALOGUE, "h100", endless)
     assert "half the memory bandwidth changes nothing" in roofline.measure()["failed"]
+
+
+def test_training_alone_has_the_flops_that_its_publisher_counts() -> None:
+    figures = roofline.training(roofline.TRAINING, H100)
+    assert figures["flops_ratio"] == pytest.approx(1, abs=0.01)
+    assert figures["predicted_tokens_per_s"] < H100.tflops * 1e12 * ASSUMED.train_mfu / 22.9e9
+
+
+def test_an_example_s_phases_are_of_every_kind_of_gpu() -> None:
+    phases = roofline.example("one_node", *roofline.EXAMPLES["one_node"])["phases"]
+    assert set(phases) == {
+        "decode step",
+        "scoring pass",
+        "mini-batch",
+        "optimizer step",
+        "weight sync",
+    }
+    for row in phases.values():
+        assert row["b200"]["seconds"] <= row["h200"]["seconds"] <= row["h100"]["seconds"]
+    assert phases["decode step"]["h200"]["memory"] < phases["decode step"]["h100"]["memory"]
+    assert phases["mini-batch"]["h200"]["compute"] == phases["mini-batch"]["h100"]["compute"]
