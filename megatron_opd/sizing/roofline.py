@@ -78,6 +78,10 @@ class PhaseTime:
         """Returns the longest of them."""
         return max(self.terms, key=self.terms.__getitem__)
 
+    def times(self, number: float) -> PhaseTime:
+        """Return the time of so many phases."""
+        return PhaseTime(*(number * seconds for seconds in self.terms.values()))
+
 
 def phase_time(
     work: PhaseWork, hardware: Hardware, mfu: float, assumed: Efficiencies, fixed_s: float = 0.0

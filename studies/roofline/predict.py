@@ -95,7 +95,7 @@ def predict(
     return Step(
         sample=sample_time(run, server, hardware, assumed, unstated),
         train=train_time(run, learner, hardware, assumed, unstated),
-        optimizer=repeated(optimizer, run.mini_batches),
+        optimizer=optimizer.times(run.mini_batches),
         refit=phase_time(refit, hardware, 1.0, assumed),
         takes_turns=not run.sampling,
     )
@@ -121,7 +121,7 @@ def sample_time(
     # one token of each prompt is read by the head
     prompts = prefill_work(spec, server, Work.of([(unstated.prompt, 1)] * math.ceil(each)))
     filled = phase_time(prompts, hardware, assumed.prefill_mfu, assumed)
-    return added(repeated(step, steps), filled)
+    return added(step.times(steps), filled)
 
 
 def room(spec: ModelSpec, server: ServerConfig, hardware: Hardware) -> float:
@@ -148,7 +148,7 @@ def train_time(
     micros = math.ceil(samples * run.mean / run.longest)
     passes = train_work(spec_of(run.model), learner, work, micros, unstated.passes)
     time = phase_time(passes, hardware, assumed.train_mfu, assumed)
-    return repeated(time, run.mini_batches * (1 + (parallel.pp - 1) / micros))
+    return time.times(run.mini_batches * (1 + (parallel.pp - 1) / micros))
 
 
 def refit_work(run: PublishedRun, weights: int) -> PhaseWork:
@@ -164,11 +164,6 @@ def learner_of(run: PublishedRun) -> LearnerConfig:
     return LearnerConfig.model_validate(
         {"dtype": "bfloat16", "recompute": run.recompute, "parallel": parallel}
     )
-
-
-def repeated(time: PhaseTime, number: float) -> PhaseTime:
-    """Return the time of so many phases."""
-    return PhaseTime(*(number * seconds for seconds in time.terms.values()))
 
 
 def added(one: PhaseTime, other: PhaseTime) -> PhaseTime:

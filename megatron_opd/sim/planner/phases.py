@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.sim.bubbles import micro_batches
+from megatron_opd.sim.bubbles import bubble_factor, micro_batches
 from megatron_opd.sim.costs import ScoreCost, SyncCost
 from megatron_opd.sim.hardware import SYNC_S, start_passes
 from megatron_opd.sizing.flops import Work
@@ -56,8 +56,9 @@ def run_phases(
 ) -> dict[str, RunPhase]:
     """Return each phase by its name, of one GPU that works in it.
 
-    config: with the sizes of learner and servers. models: the student's and the teacher's. A weight
-    sync's bytes are in its cost, not in its work.
+    config: with the sizes of learner and servers. models: the student's and the teacher's. A
+    mini-batch's time has the pipeline's bubbles in each of its terms. A weight sync's bytes are in
+    its cost, not in its work.
     """
     student, teacher = models
     learner, cached = config.learner, sample.prompt + sample.response / 2
@@ -76,7 +77,8 @@ def run_phases(
     samples = config.buffer.batch_size / learner.num_mini_batches / learner.parallel.dp
     share = Work.of([(sample.prompt, sample.response)] * math.ceil(samples), student.window)
     work = train_work(student, learner, share, micro_batches(config), start_passes(config))
-    found["mini-batch"] = phase(work, ASSUMED.train_mfu)
+    passes = phase(work, ASSUMED.train_mfu).time
+    found["mini-batch"] = RunPhase(work, passes.times(bubble_factor(config)))
     found["optimizer step"] = phase(optimizer_work(student, learner), 1.0)
     time = PhaseTime(0.0, 0.0, network_s=sync.sync_s - SYNC_S, fixed_s=SYNC_S)
     found["weight sync"] = RunPhase(PhaseWork(0.0, 0.0), time)
