@@ -118,3 +118,5 @@ def test_replicas_within_a_node_reduce_over_its_links() -> None:
     assert one == pytest.approx(30 * 1.72e9 / (3350e9 * ASSUMED.hbm), rel=0.01)
     assert eight == pytest.approx(reduced * 7 / 8 / 450e9 + one / 8, rel=0.01)
     assert sixteen == pytest.approx(reduced * 15 / 16 / 50e9 + one / 16, rel=0.01)
+    twice = costs_of(learner={"dtype": "bfloat16", "num_mini_batches": 2}, **parts).learner
+    assert twice.update_s == 2 * one

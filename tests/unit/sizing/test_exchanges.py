@@ -32,7 +32,8 @@ def test_tensor_parallel_ranks_pass_each_layers_input_four_times_and_ends_twice(
     forward, back = (exchanged(DENSE, tp=2, backward=b)["tp"] for b in (False, True))
     assert forward.whole == (28 * 4 + 2) * INPUT
     assert forward.sent == forward.whole / 2
-    assert back.whole == (28 * 6 + 2) * INPUT  # inputs again, for the weights' gradients
+    # inputs again, for the weights' gradients
+    assert (back.whole, back.calls) == ((28 * 6 + 2) * INPUT, 28 * 6 + 2)
     four = exchanged(DENSE, tp=4)["tp"]
     assert (four.sent, four.calls) == (forward.whole * 3 / 4, 28 * 4 + 2)
 
