@@ -45,6 +45,7 @@ NAVIGATION = {
         "simulate",
         "simulate_published",
         "plan",
+        "roofline",
         "data_path",
         "weight_sync",
         "recovery",

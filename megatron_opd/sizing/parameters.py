@@ -51,6 +51,16 @@ def rank_parameters(
     return _sum(spec, parallel, layers, first=stage == 0, last=stage == parallel.pp - 1)
 
 
+def average_parameters(spec: ModelSpec, parallel: ParallelConfig) -> tuple[float, float]:
+    """Return the dense and the expert elements of a rank of the average stage.
+
+    As if every tensor were cut, and all stages were alike.
+    """
+    model = model_parameters(spec)
+    experts = parallel.expert_tp * parallel.ep
+    return model.dense / parallel.tp / parallel.pp, model.expert / experts / parallel.pp
+
+
 def _sum(
     spec: ModelSpec,
     parallel: ParallelConfig,

@@ -25,17 +25,14 @@ import msgspec
 from megatron_opd.config.schema import Config
 from megatron_opd.sim.costs import Costs, LearnerCost, LognormalLengths, ScoreCost, SyncCost
 from megatron_opd.sim.hardware import (
-    CATALOGUE,
-    GB,
-    LINK_EFFICIENCY,
     NETWORK_S,
     SYNC_S,
-    TRAIN_MFU,
     engine_cost,
     learner_cost,
     score_cost,
 )
 from megatron_opd.sim.world import simulate
+from megatron_opd.sizing.gpus import ASSUMED, CATALOGUE, GB
 from studies.published.models import model_spec
 
 STUDENTS = ("Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B")
@@ -68,7 +65,7 @@ class Assumptions:
 
     mean: float = 4000.0
     cv: float = 1.0
-    train_mfu: float = TRAIN_MFU
+    train_mfu: float = ASSUMED.train_mfu
     draw_s: float = 1e-6
     switch_s: float = 5.0
     prompt_tokens: int = 256
@@ -115,7 +112,7 @@ def costs_of(student: str, draws: int, schedule: str, assumed: Assumptions) -> C
     scoring = msgspec.structs.replace(scoring, token_s=scoring.token_s + draws * assumed.draw_s)
     one_gpu = learner_cost(spec, config, hardware)
     gpus = SHARED_GPUS if schedule == "sync" else TRAINING_GPUS
-    rate = gpus * assumed.train_mfu / TRAIN_MFU
+    rate = gpus * assumed.train_mfu / ASSUMED.train_mfu
     learner = LearnerCost(
         update_s=one_gpu.update_s / gpus,
         token_s=one_gpu.token_s / rate,
@@ -130,7 +127,7 @@ def costs_of(student: str, draws: int, schedule: str, assumed: Assumptions) -> C
         scoring = ScoreCost()
     engine = engine_cost(spec, config.student, hardware)
     bandwidth = hardware.hbm_gbs * GB
-    sync_s = SYNC_S + engine.step_s * bandwidth / (hardware.node_gbs * GB * LINK_EFFICIENCY)
+    sync_s = SYNC_S + engine.step_s * bandwidth / (hardware.node_gbs * GB * ASSUMED.link)
     return Costs(
         engine=engine,
         teachers={"teacher": scoring},

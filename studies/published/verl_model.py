@@ -13,7 +13,7 @@ engine and each rank has as much to do as in the run.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -30,10 +30,11 @@ from megatron_opd.sim.costs import (
     SyncCost,
 )
 from megatron_opd.sim.engine import Engine, EngineJob
-from megatron_opd.sim.hardware import CATALOGUE, engine_cost
+from megatron_opd.sim.hardware import engine_cost
 from megatron_opd.sim.learner import update_seconds
 from megatron_opd.sim.lengths import LengthDraws
 from megatron_opd.sim.world import simulate
+from megatron_opd.sizing.gpus import ASSUMED, CATALOGUE
 from studies.published.models import model_spec
 from studies.published.verl_rows import (
     GROUP,
@@ -104,7 +105,9 @@ def engine(step_s: float) -> EngineCost:
         mem_fraction_static=MEMORY_SHARE,
         max_running_requests=MAX_RUNNING,
     )
-    cost = engine_cost(model_spec(MODEL), section, CATALOGUE[GPU])
+    # what an engine's cards send each other is part of the step_s that is fitted
+    without_links = replace(ASSUMED, link=math.inf, node_call_s=0.0)
+    cost = engine_cost(model_spec(MODEL), section, CATALOGUE[GPU], without_links)
     return msgspec.structs.replace(cost, step_s=step_s)
 
 

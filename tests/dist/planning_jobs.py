@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import parallel_state as ps
 
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.records.types import Batch
+from tests.dist.exchange_counts import ExchangeCounts, groups
 from tests.dist.jobs import make_learner, share
 
 
@@ -83,16 +83,7 @@ def _optimizer_bytes(optimizer: Any, weights: set[int]) -> int:
 
 def _groups() -> dict[str, list[int]]:
     """This rank's groups by the names of a plan."""
-    groups = {
-        "tp": ps.get_tensor_model_parallel_group(),
-        "cp": ps.get_context_parallel_group(),
-        "pp": ps.get_pipeline_model_parallel_group(),
-        "dp x cp": ps.get_data_parallel_group(with_context_parallel=True),
-        "ep": ps.get_expert_model_parallel_group(),
-        "etp": ps.get_expert_tensor_parallel_group(),
-        "expert dp": ps.get_expert_data_parallel_group(),
-    }
-    return {name: dist.get_process_group_ranks(group) for name, group in groups.items()}
+    return {name: dist.get_process_group_ranks(group) for name, group in groups().items()}
 
 
 def measure(out: Path, *, model: Path, config: dict[str, Any], batch: Batch) -> None:
@@ -106,7 +97,8 @@ def measure(out: Path, *, model: Path, config: dict[str, Any], batch: Batch) -> 
     layers = [layer for chunk in chunks for layer in chunk.module.decoder.layers]
     saved = SavedBytes(layers, held)
     estimator = Estimator.model_validate({})
-    with saved.hooks:
+    exchanged = ExchangeCounts(groups())
+    with saved.hooks, exchanged:
         learner.train(share(batch, learner, estimator), estimator, 1.0)
     figures = {
         "stage": learner.world.pp_rank,
@@ -119,6 +111,7 @@ def measure(out: Path, *, model: Path, config: dict[str, Any], batch: Batch) -> 
         "passes": saved.passes,
         "tokens": saved.tokens,
         "groups": _groups(),
+        "exchanged": exchanged.counts,
     }
     (out / f"rank{learner.world.rank}.json").write_text(json.dumps(figures))
     dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """A plan against what built learners hold: parameters, buffers, optimizer, groups, activations."""
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from megatron_opd.sizing.activations import BYTES, Shapes
+from megatron_opd.sizing.exchanges import end_exchanges, layer_exchanges, step_exchanges
 from megatron_opd.sizing.layout import in_flight_chunks, rank_groups, stage_layers
 from megatron_opd.sizing.learner import learner_memory
 from megatron_opd.sizing.recompute import kept_bytes
@@ -31,6 +33,7 @@ from tests.support.models import (
 
 pytestmark = pytest.mark.dist
 
+MICRO_BATCHES = 4
 LATENT_DENSE = {"first_k_dense_replace": 2, "num_hidden_layers": 2}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("mixed", {"dtype": "float32"}),
@@ -110,7 +113,8 @@ def case(
     """(name, model, configuration, figures by rank)."""
     kind, tree = CASES[request.param]
     config = LearnerConfig.model_validate(tree | {"max_tokens_per_microbatch": 1})
-    batch = Batch(0, 0, tuple(plain_sample(uid) for uid in range(4 * config.parallel.dp)))
+    samples = range(MICRO_BATCHES * config.parallel.dp)
+    batch = Batch(0, 0, tuple(plain_sample(uid) for uid in samples))
     out = tmp_path_factory.mktemp("world")
     size = config.parallel.world_size
     run_world(
@@ -204,3 +208,51 @@ def test_as_many_micro_batches_are_in_flight_as_planned(case):
             begun += rank["passes"][first]
             first += len(chunk)
         assert begun == in_flight_chunks(config.parallel, rank["stage"]), name
+
+
+PASSED = {
+    "tp": ("gather", "scatter"),
+    "etp": ("gather", "scatter"),
+    "ep": ("all-to-all",),
+    "pp": ("send",),
+}
+"""What a plan counts of the passes; all-reduces are of norms' gradients and log-probs."""
+
+
+def test_collectives_are_given_what_the_plan_counts(case):
+    """Of all ranks together, over which unevenly loaded experts even out: bytes and calls."""
+    name, model, config, ranks = case
+    spec, parallel = read_model_spec(model), config.parallel
+    shapes = Shapes(spec, parallel, ranks[0]["tokens"] * parallel.tp, BYTES[config.dtype], "local")
+    passes = 2 * end_exchanges(shapes)
+    for layer, backward in itertools.product(range(spec.num_layers), (False, True)):
+        passes += layer_exchanges(shapes, layer, backward=backward)
+    alike = len(ranks) // parallel.pp  # of a stage
+    for group, kinds in PASSED.items():
+        planned = [each for each in passes if each.group == group]
+        counted = [
+            rank["exchanged"].get(group, {}).get(kind, (0, 0)) for rank in ranks for kind in kinds
+        ]
+        whole = sum(each.whole for each in planned) * alike * MICRO_BATCHES
+        assert sum(number for number, _ in counted) == whole, (name, group)
+        calls = sum(each.calls for each in planned) * alike * MICRO_BATCHES
+        assert sum(number for _, number in counted) == calls, (name, group)
+
+
+def test_a_step_reduces_and_gathers_what_the_plan_counts(case):
+    name, model, config, ranks = case
+    stages = learner_memory(read_model_spec(model), config, 1)
+    for rank in ranks:
+        held = stages[rank["stage"]].parameters
+        planned = step_exchanges(config, held.dense, held.expert)
+        found = {
+            group: kinds
+            for group in ("dp x cp", "expert dp")
+            if "scatter" in (kinds := rank["exchanged"].get(group, {}))
+        }
+        assert {each.group for each in planned} == set(found), name
+        for each in planned:
+            # without overlap, as on CPUs, each of the two optimizers gathers the other's too
+            gathered = found[each.group]["gather"][0] / len(planned)
+            real = found[each.group]["scatter"][0] + gathered
+            bounded("plan: bytes reduced and gathered", relative(each.whole, real), 0.02, name)

@@ -11,14 +11,17 @@ from megatron_opd.sim.planner.candidates import Candidate
 from megatron_opd.sim.planner.quick import STAGES
 from megatron_opd.sim.planner.result import Plan, throughput
 from megatron_opd.sim.planner.search import Trial
+from megatron_opd.sizing.gpus import ASSUMED
 
 ORDER = ("student", "teacher", "learner")
+SPENT = ("compute", "memory", "NVLink", "network", "overhead")
 NAMES = {"learner": "learner", "student": "student servers", "teacher": "teacher servers"}
 
 
 def plan_report(plan: Plan) -> Iterator[Table | str]:
     """Yield what is printed, in order."""
     yield front_table(plan)
+    yield phases_table(plan)
     yield losers_table(plan)
     found = plan.found
     yield (
@@ -65,6 +68,18 @@ def front_table(plan: Plan) -> Table:
         "stale: bound in updates; student, teacher: servers x tp; learner: GPUs: layout\n"
         "busy: student/teacher/learner, of the time; the last row is the plan"
     )
+    return table
+
+
+def phases_table(plan: Plan) -> Table:
+    """Return what each phase of the plan takes on a GPU that works in it, and what rules it."""
+    columns = ("phase", "ms", *SPENT, "ruled by")
+    table = new_table("phases of the plan, in milliseconds of a GPU", columns)
+    for name, phase in plan.phases.items():
+        time = phase.time
+        spent = (f"{1000 * time.terms[term]:,.1f}" for term in SPENT)
+        table.add_row(name, f"{1000 * time.seconds:,.1f}", *spent, time.ruled_by)
+    table.caption = "arithmetic and memory traffic overlap, all else comes on top"
     return table
 
 
@@ -135,7 +150,12 @@ def assumptions(plan: Plan) -> Iterator[str]:
     window, task = plan.demand.window, plan.task
     yield (
         f"costs predicted from the data sheet of {plan.gpu} ({task.memory_gib:g} GiB each, nodes "
-        f"of {task.node}), not measured; see docs/plan.md"
+        f"of {task.node}), not measured; see docs/roofline.md"
+    )
+    yield (
+        f"of the data sheet, servers reach {ASSUMED.decode_mfu:.0%} of the peak, the learner "
+        f"{ASSUMED.train_mfu:.0%}, memory {ASSUMED.hbm:.0%}, links {ASSUMED.link:.0%} "
+        "(megatron_opd/sizing/gpus.py)"
     )
     response = plan.demand.response_N
     yield (

@@ -11,7 +11,6 @@ from megatron_opd.models.spec import ModelSpec
 from megatron_opd.sim.costs import Costs, SyncCost
 from megatron_opd.sim.hardware import (
     NETWORK_S,
-    Hardware,
     engine_cost,
     learner_cost,
     least_sync_cost,
@@ -29,6 +28,7 @@ from megatron_opd.sim.planner.candidates import (
 )
 from megatron_opd.sim.planner.demand import Demand
 from megatron_opd.sim.planner.space import Losers, Pins, layouts, learners, schedules, servers
+from megatron_opd.sizing.gpus import Hardware
 from megatron_opd.sizing.learner import learner_memory, worst_stage
 from megatron_opd.sizing.served import ModelSize, Sized
 from megatron_opd.sizing.servers import server_memory

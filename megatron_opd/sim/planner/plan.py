@@ -18,7 +18,6 @@ from megatron_opd.inputs.models import (
     read_models,
 )
 from megatron_opd.sim.costs import Lengths
-from megatron_opd.sim.hardware import CATALOGUE
 from megatron_opd.sim.inputs import lengths_of
 from megatron_opd.sim.outcome import Outcome
 from megatron_opd.sim.planner.bounds import Bounds
@@ -26,10 +25,17 @@ from megatron_opd.sim.planner.candidates import Candidate, Space
 from megatron_opd.sim.planner.configs import SEARCHED, chosen_tree
 from megatron_opd.sim.planner.costing import Costing, PlanTask, largest_bound, space_of
 from megatron_opd.sim.planner.demand import Demand, Window, demand_of
+from megatron_opd.sim.planner.phases import (
+    AverageSample,
+    RunPhase,
+    run_phases,
+    running_requests,
+)
 from megatron_opd.sim.planner.result import MeasuredWindow, Plan
 from megatron_opd.sim.planner.search import SearchResult, search
 from megatron_opd.sim.planner.space import Losers, Pins
 from megatron_opd.sim.world import simulate
+from megatron_opd.sizing.gpus import CATALOGUE
 
 
 def known_gpu(name: str) -> Gpu:
@@ -141,7 +147,26 @@ def make_plan(
     bounds = bounds_of(task, demand, space)
     run = simulator(task, demand, gpu, lengths)
     found = search(space, bounds, run, most=trials, progress=progress)
-    return Plan(task, gpu, demand, space, losers, found, time.monotonic() - began_s)
+    times = winner_phases(task, gpu, demand, found.front[-1].candidate)
+    return Plan(task, gpu, demand, space, losers, found, times, time.monotonic() - began_s)
+
+
+def winner_phases(
+    task: PlanTask, gpu: Gpu, demand: Demand, candidate: Candidate
+) -> dict[str, RunPhase]:
+    """Return what each phase of a candidate takes, with as many rollouts as its servers hold."""
+    config, sync = config_of(task, candidate, gpu), Costing(task).costs(candidate).sync
+    running = min(
+        running_requests(config, task.student, demand.mean),
+        candidate.schedule.permits / candidate.servers,
+    )
+    sample = AverageSample(
+        prompt=round(float(demand.prompt_N.mean())),
+        response=round(float(demand.response_N.mean())),
+        running=running,
+    )
+    teacher = None if task.teacher is None else task.teacher[1]
+    return run_phases(config, (task.student, teacher), sample, sync, task.hardware)
 
 
 def bounds_of(task: PlanTask, demand: Demand, space: Space) -> Bounds:

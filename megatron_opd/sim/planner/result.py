@@ -8,6 +8,7 @@ from megatron_opd.config.simulation import Gpu
 from megatron_opd.sim.planner.candidates import Space
 from megatron_opd.sim.planner.costing import PlanTask
 from megatron_opd.sim.planner.demand import Demand
+from megatron_opd.sim.planner.phases import RunPhase
 from megatron_opd.sim.planner.search import SearchResult, Trial
 from megatron_opd.sim.planner.space import Losers
 
@@ -22,7 +23,7 @@ class MeasuredWindow:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Holds what a plan is made from and what was found."""
+    """Holds what a plan is made from and what was found. phases: the winner's, by name."""
 
     task: PlanTask
     gpu: Gpu
@@ -30,6 +31,7 @@ class Plan:
     space: Space
     losers: Losers
     found: SearchResult
+    phases: dict[str, RunPhase]
     took_s: float
 
     @property

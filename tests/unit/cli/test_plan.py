@@ -44,6 +44,7 @@ def test_the_written_configuration_is_checked_and_uses_all_gpus(
     said = capsys.readouterr().out
     assert "simulated" in said
     assert "-bound" in said
+    assert re.search(r"decode step .*memory *$", said, re.MULTILINE)
     assert "staleness 2 > 1" in said
     assert main(["check", str(out)]) == 0
     found = load_config(Config, out)

@@ -23,7 +23,7 @@ LABELS = [
     r"\bk = \d+((, | and | or )\d+)*",  # which staleness, not how much of something
     r"\b(int|fp|bfloat|float|bf)\d+\b",  # formats
     r"\bMC \d+|\btop-\d+|\b\d+ \+ (thin )?\d+\b",  # names of caches
-    r"\bSmolLM2-135M\w*|\bk[123]\b|\bp99\b|\bp0\b|\bPPO-IS\b|\bM2PO\b|\bH100\b",  # names
+    r"\bSmolLM2-135M\w*|\bk[123]\b|\bp99\b|\bp0\b|\bPPO-IS\b|\bM2PO\b|\b[HB][12]00\b",  # names
     r"\b95 %",  # which interval
 ]
 """Digits that name something. Every other digit is a figure."""

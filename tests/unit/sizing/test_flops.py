@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.sizing.flops import Work, forward_flops, mfu, train_flops
@@ -24,8 +24,10 @@ from tests.support.models import (
     tiny_qwen3,
     tiny_qwen3_moe,
 )
+from tests.support.published import MODELS as PUBLISHED
 
 PROMPT, RESPONSE = 23, 41
+INPUTS = PROMPT + RESPONSE - 1
 MIXED = {"num_hidden_layers": 3, "mlp_only_layers": [1], "intermediate_size": 96}
 MODELS: dict[str, tuple[Callable[..., Path], dict[str, object]]] = {
     "qwen3": (tiny_qwen3, {"head_dim": 32}),
@@ -50,20 +52,35 @@ def test_equals_what_torch_counts(name: str, tmp_path: Path):
     # eager: fused kernels of experts and attention are not seen by the counter
     options = {"attn_implementation": "eager", "experts_implementation": "eager"}
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, **options)
-    inputs = PROMPT + RESPONSE - 1
-    ids_1s = torch.randint(512, (1, inputs), generator=torch.Generator().manual_seed(0))
+    ids_1s = torch.randint(512, (1, INPUTS), generator=torch.Generator().manual_seed(0))
     with FlopCounterMode(display=False) as forward:
         out = model(ids_1s, logits_to_keep=RESPONSE)
     with FlopCounterMode(display=False) as backward:
         out.logits.sum().backward()
     spec = read_model_spec(path)
     # eager attention computes the masked pairs too
-    work = Work(inputs, inputs**2, RESPONSE, inputs**2)
+    work = Work(INPUTS, INPUTS**2, RESPONSE, INPUTS**2)
     ours, both = forward_flops(spec, work), train_flops(spec, work)
     counted = forward.get_total_flops()
     bounded("FLOPs, forward, against torch's counter", relative(ours, counted), 1e-4, name)
     counted += backward.get_total_flops()
     bounded("FLOPs, both passes, against torch's counter", relative(both, counted), 1e-4, name)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-1.7B", "Qwen3-30B-A3B"])
+def test_published_models_have_exactly_the_products_of_their_traced_graph(name: str):
+    """Both passes at their real size, on the meta device."""
+    config = AutoConfig.from_pretrained(PUBLISHED / name)
+    # as eager, experts as products that need no value of the routing
+    options = {"attn_implementation": "eager", "experts_implementation": "batched_mm"}
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
+        ids_1s = torch.zeros(1, INPUTS, dtype=torch.int64)
+        with FlopCounterMode(display=False) as counter:
+            model(ids_1s, logits_to_keep=RESPONSE).logits.sum().backward()
+    spec = read_model_spec(PUBLISHED / name)
+    expected = train_flops(spec, Work(INPUTS, INPUTS**2, RESPONSE))
+    assert counter.get_total_flops() == expected
 
 
 def test_a_delta_net_has_a_state_instead_of_pairs(tmp_path: Path):
