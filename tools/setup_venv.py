@@ -164,7 +164,7 @@ def lock_toolkit(venv: Path) -> dict[str, str]:
     lib64, and the runtime library by a name without its version. Another toolkit on PATH or in
     CUDA_HOME may be partial, or of another CUDA, and is not taken.
     """
-    [nvidia] = venv.glob("lib/python3*/site-packages/nvidia")
+    [nvidia] = venv.absolute().glob("lib/python3*/site-packages/nvidia")  # compilers run elsewhere
     home = nvidia / "cu13"
     links = {"lib64": "lib", "lib/libcudart.so": "libcudart.so.13"}
     for name, target in links.items():

@@ -8,7 +8,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ def check(
         else:
             result = run_part(part, limit_s)
         record.add(part.name, result)
-        print(f"gpu: {part.name}: {result.line()}", file=sys.stderr, flush=True)
+        print(f"{part.name}: {result.line()}", file=sys.stderr, flush=True)
 
 
 def _arguments(options: Sequence[str]) -> argparse.Namespace:
@@ -115,6 +115,13 @@ def _in_child(part: Part, limit_s: float, scratch: Path, *, dry: bool) -> Result
     if dry:
         command.append("--dry")
         environment = {"OMP_NUM_THREADS": "1"} | environment | {"CUDA_VISIBLE_DEVICES": ""}
+    return result_of(command, out, log, limit_s, environment)
+
+
+def result_of(
+    command: Sequence[str], out: Path, log: Path, limit_s: float, environment: Mapping[str, str]
+) -> Result:
+    """Run a part's process and read what it left in `out`."""
     ended = run(command, log, limit_s, environment)
     if out.exists():
         return Result(**json.loads(out.read_text(encoding="utf-8")), seconds=ended.seconds)

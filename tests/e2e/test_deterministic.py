@@ -8,7 +8,6 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import numpy as np
 import psutil

@@ -143,11 +143,13 @@ class Machine:
         self.lock.write_text(f"soundfile==1.0\ntorch=={VERSION}\nuv==0.1\n")
 
     def setup(self, **more: str) -> subprocess.CompletedProcess[str]:
+        here = self.lock.parent
         with served(self.index) as address:
             links = self.links if self.links.exists() else None
             return subprocess.run(
-                [sys.executable, SCRIPT, self.venv, self.lock.name],
-                cwd=self.lock.parent,
+                # relative, as make names it
+                [sys.executable, SCRIPT, os.path.relpath(self.venv, here), self.lock.name],
+                cwd=here,
                 env=settings(address, links) | more,
                 capture_output=True,
                 text=True,
@@ -234,6 +236,7 @@ COMPILES_BY_IT = """
 import os, shutil, torch
 home = os.environ["CUDA_HOME"]
 assert home.endswith("site-packages/nvidia/cu13"), home
+assert os.path.isabs(home), "what compiles runs elsewhere"
 assert os.environ["CUDA_PATH"] == home
 assert shutil.which("nvcc") == home + "/bin/nvcc", shutil.which("nvcc")
 assert os.path.exists(home + "/lib64/libcudart.so")
