@@ -18,7 +18,7 @@ and at the end of a mini-batch the gradients are reduced and the weights gathere
 rank sends (n - 1) / n of a whole tensor, as in a ring; experts are taken to be evenly loaded. The
 probabilities that tokens carry to their experts add 4 bytes to each; norms' gradients and counts
 of tokens are left out. Equal to what the collectives of a built learner are given
-(tests/dist/test_exchanges.py), but for cp, where the ring is that of TransformerEngine.
+(tests/dist/test_planning.py), but for cp, where the ring is that of TransformerEngine.
 """
 
 from __future__ import annotations
