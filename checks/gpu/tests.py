@@ -51,14 +51,14 @@ def _of_file(ends_s: float, file: Path) -> list[dict[str, Any]]:
             [*command, "--continue-on-collection-errors", f"--junitxml={report}"],
             max(1.0, ends_s - time.monotonic()),
         )
-        if not report.exists():
+        if not report.exists() and exit_code != INTERRUPTED:
             last = last_lines[-1] if last_lines else "no output"
             raise RuntimeError(f"pytest ended with {exit_code} and no report: {last}")
-        tests = outcomes(report)
-    if exit_code == INTERRUPTED and tests:
+        tests = outcomes(report) if report.exists() else []
+    if exit_code == INTERRUPTED:
         # the report tells the one that ran as if it had passed, and not its name
-        late = {"name": f"{file.stem}: the next one", "outcome": "failed"}
-        tests[-1] |= late | {"message": "interrupted: time ended"}
+        late = {"name": f"{file.stem}: the next one", "outcome": "failed", "seconds": 0.0}
+        tests = [*tests[:-1], late | {"message": "interrupted: time ended"}]
     return tests
 
 

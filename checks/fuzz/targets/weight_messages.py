@@ -55,8 +55,11 @@ WHOLE: dict[str, tuple[Callable[[bytes], Any], Callable[..., bytes], tuple[bytes
         tuple(
             shards.encode(message)
             for message in (
-                *(shards.ListenForShards(4, 60.0), shards.Listening("127.0.0.1", 5, "gloo")),
-                shards.Join("h", 5, 4, "g", "gloo", 60.0, ((URL, 2, 1),), "bfloat16", True),
+                shards.ListenForShards(4, 60.0),
+                shards.Listening("127.0.0.1", 5, "gloo", ("a0", "")),
+                shards.Join(
+                    "h", 5, 4, "g", "gloo", 60.0, ((URL, 2, 1),), "bfloat16", True, (1, -1)
+                ),
                 *(shards.Leave(), shards.SendOutcome(("rank 0: out of memory",))),
                 *(shards.SendShards(True), shards.StartSending(3), shards.FinishSending()),
             )

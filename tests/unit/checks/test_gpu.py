@@ -3,13 +3,17 @@
 import json
 import os
 import sys
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from checks.gpu import check as checks
-from checks.gpu import child
+from checks.gpu import child, process
 from checks.gpu import tests as gpu_tests
 from checks.gpu.check import PARTS, Part, check, check_machine
 from checks.gpu.process import run
@@ -170,20 +174,42 @@ def test_tests_are_told_apart_in_pytest_s_report(tmp_path: Path):
     assert tests[0] == {"name": "a::ok", "outcome": "passed", "seconds": 1.5, "message": None}
 
 
+@pytest.mark.parametrize(("begins", "passed"), [("test_quick", 1), ("pass", 0)])
 def test_tests_that_ended_are_told_when_time_ends_another(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    begins: str, passed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
+    """Also where it ends a file before its first test. The file asks for the end of its time."""
     for folder in ("tests/gpu", "checks/gpu"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "checks/gpu/pytest.ini").write_text("[pytest]\n")
-    (tmp_path / "tests/gpu/test_it.py").write_text(
-        "import time\n\ndef test_quick():\n    pass\n\ndef test_slow():\n    time.sleep(99)\n"
-    )
+    end = "open('late', 'w').close(); time.sleep(99)"
+    if begins == "test_quick":
+        program = f"import time\ndef test_quick():\n    pass\ndef test_slow():\n    {end}\n"
+    else:
+        program = f"import time\n{end}\n"
+    (tmp_path / "tests/gpu/test_it.py").write_text(program)
     monkeypatch.chdir(tmp_path)
+
+    class Late(threading.Thread):
+        """In place of a timer: ends when the file says so."""
+
+        def __init__(self, _: float, function: Callable[..., Any], arguments: list[Any]) -> None:
+            super().__init__(daemon=True)
+            self._end = partial(function, *arguments)
+
+        def run(self) -> None:
+            while not (tmp_path / "late").exists():
+                time.sleep(0.05)
+            self._end()
+
+        def cancel(self) -> None:
+            (tmp_path / "late").touch()
+
+    monkeypatch.setattr(process.threading, "Timer", Late)
     with pytest.raises(PartFailed) as found:
-        gpu_tests.measure(gpu_tests.END_S + 3.0, dry=False)
+        gpu_tests.measure(gpu_tests.END_S + 300.0, dry=False)
     assert found.value.reason.endswith("test_it: the next one: interrupted: time ended")
-    assert found.value.figures["counts"] == {"passed": 1, "failed": 1, "skipped": 0}
+    assert found.value.figures["counts"] == {"passed": passed, "failed": 1, "skipped": 0}
 
 
 def test_without_a_gpu_one_line_says_so(
