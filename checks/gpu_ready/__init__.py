@@ -1,6 +1,6 @@
 """What can be proven of the GPU environment on a machine that has no GPU.
 
-    python -m checks gpu_ready [--parts imports,servers] > benchmarks/results/gpu_ready.json
+    python -m checks gpu_ready [--parts names,layouts] > benchmarks/results/gpu_ready.json
 
 Run in .venv-gpu (`make gpu-ready`). Each part is a process of its own that sees a stand-in driver
 (driver.py) and no device; a part that lacks a package has failed, since set-up installs them all.

@@ -45,6 +45,27 @@ CLAIMS = (
         "stand-in driver, H100 pretended",
     ),
     Claim(
+        "names",
+        10,
+        90,
+        "every name that Megatron and we take from TransformerEngine is there, or not needed",
+        "syntax trees of the installed sources",
+    ),
+    Claim(
+        "layouts",
+        20,
+        180,
+        "ranks of the examples build TransformerEngine's layers and hold what weight syncs plan",
+        "meta device, fake process group",
+    ),
+    Claim(
+        "updates",
+        20,
+        240,
+        "an update on TransformerEngine's layers is that of Megatron's local layers",
+        "its modules computed by torch, float32",
+    ),
+    Claim(
         "servers",
         20,
         150,
