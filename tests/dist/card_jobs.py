@@ -135,7 +135,7 @@ def weights_sent(learner: MegatronLearner, model: Path, keys: dict[str, Any]) ->
     )
     learner.finish_param_gather()
     sender, taker = ShardsSender(learner.full, config), _Taker()
-    sender._plan(Join("", 0, 0, "", "nccl", 1.0, (("server", 1, 1),), "bfloat16", False))
+    sender._plan(Join("", 0, 0, "", "nccl", 1.0, (("server", 1, 1),), "bfloat16", False, ()))
     group: Any = taker
     send(group, sender._paused, learner.world.device, sender._read())
     return taker.digest.hexdigest()
