@@ -8,6 +8,8 @@ expert, weight gradients that are added in place. The kernels themselves are not
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 from unittest import mock
@@ -26,6 +28,8 @@ from checks.gpu_ready.card import CARDS
 from megatron_opd.learner import learner
 from megatron_opd.learner.model import build_model
 
+CALLS: Counter[str] = Counter()
+"""How often each was computed in this process."""
 NO_WINDOW = ((-1, -1), (-1, 0), None)
 
 
@@ -150,18 +154,33 @@ def _turned_wrongly(
     return _turned(t, bounds, freqs, **options)
 
 
+FORWARDS = {
+    "Linear": _linear,
+    "LayerNormLinear": _norm_linear,
+    "GroupedLinear": _grouped,
+    "RMSNorm": _rms_norm,
+    "DotProductAttention": _attention,
+}
+
+
+def _counted(name: str, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        CALLS[name] += 1
+        return compute(*args, **kwargs)
+
+    return call
+
+
 def install(*, planted: bool = False) -> None:
     """Put them in place, in this process. planted: with a fault."""
     held: Any = learner
     held.build_model = _built_as_on_a_card
     modules: Any = te
-    modules.Linear.forward = _linear
-    modules.LayerNormLinear.forward = _norm_linear
-    modules.GroupedLinear.forward = _grouped
-    modules.RMSNorm.forward = _rms_norm
-    modules.DotProductAttention.forward = _attention
+    for name, compute in FORWARDS.items():
+        getattr(modules, name).forward = _counted(name, compute)
     rotary: Any = rope_utils
-    rotary.fused_apply_rotary_pos_emb_thd = _turned_wrongly if planted else _turned
+    turn = _turned_wrongly if planted else _turned
+    rotary.fused_apply_rotary_pos_emb_thd = _counted("rotary", turn)
     router: Any = moe_utils
     router.te_general_gemm = None
     _optimizer_of_torch()

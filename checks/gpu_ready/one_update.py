@@ -7,8 +7,10 @@ Results go to PLACE/KIND. A process of its own: which layers there are is decide
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from collections import Counter
 from pathlib import Path
 
 import torch
@@ -78,11 +80,13 @@ def main() -> None:
         keep_out(*ENGINE)
     from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
+    calls: Counter[str] = Counter()
     if engine:
         from checks.gpu_ready import by_torch
         from megatron_opd.learner import world
 
         by_torch.install(planted=kind == "planted")
+        calls = by_torch.CALLS
         world.choose_kernels = lambda cuda: Kernels(True, True, ())
     models = {
         "dense": tiny_qwen3(place / kind / "dense"),
@@ -91,6 +95,8 @@ def main() -> None:
     for name in (PLANTED,) if kind == "planted" else CASES:
         found = figures_of(CASES[name], models[CASES[name].model], engine=engine)
         save_file(found, place / kind / f"{name}.safetensors")
+        (place / kind / f"{name}.json").write_text(json.dumps(calls), encoding="utf-8")
+        calls.clear()
         _leave_world()
 
 

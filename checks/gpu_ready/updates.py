@@ -8,6 +8,7 @@ is rotated by the angles of another place.
 
 from __future__ import annotations
 
+import json
 import math
 import subprocess
 import sys
@@ -29,6 +30,9 @@ some hundred products to 1e-6, and AdamW's step divides gradients by their own s
 TELLS = 1e-3
 """How much the planted fault must change at least."""
 LAST_LINES = 20
+_DENSE = frozenset({"Linear", "LayerNormLinear", "RMSNorm", "DotProductAttention", "rotary"})
+COMPUTED = {"dense": _DENSE, "moe": _DENSE | {"GroupedLinear"}}
+"""What of TransformerEngine a model must have been computed by."""
 KINDS = ("local", "engine", "planted")
 
 
@@ -66,14 +70,22 @@ def measure() -> dict[str, Any]:
             _run(kind, place)
         cases = {name: compared(place / "local", place / "engine", name) for name in CASES}
         control = compared(place / "local", place / "planted", PLANTED)
-    figures = {"limit": LIMIT, "cases": cases, "control": control}
+        calls = {name: _calls(place / "engine" / f"{name}.json") for name in CASES}
+    figures = {"limit": LIMIT, "cases": cases, "calls": calls, "control": control}
     worst = {name: max(differences.values()) for name, differences in cases.items()}
     wrong = [name for name in worst if not worst[name] <= LIMIT]
     if wrong:
         raise PartFailed(f"{wrong[0]}: differs by {worst[wrong[0]]:.2g}, limit {LIMIT}", figures)
+    bare = [name for name, case in CASES.items() if calls[name].keys() != COMPUTED[case.model]]
+    if bare:
+        raise PartFailed(f"{bare[0]}: other modules were computed", figures)
     if max(control.values()) < TELLS:
         raise PartFailed("the planted fault was not found", figures)
     return figures
+
+
+def _calls(file: Path) -> dict[str, int]:
+    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def compared(wanted: Path, found: Path, name: str) -> dict[str, float]:
