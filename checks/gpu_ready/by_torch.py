@@ -101,19 +101,25 @@ def _attention(
     key_thd: torch.Tensor,
     value_thd: torch.Tensor,
     attention_mask: Any = None,
-    **given: Any,
+    *,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_kv: torch.Tensor,
+    max_seqlen_q: int,
+    max_seqlen_kv: int,
+    qkv_format: str,
+    attn_mask_type: str,
+    **others: object,
 ) -> torch.Tensor:
     """Causal attention within each segment of packed positions (t, heads, features)."""
-    bounds, own = given.pop("cu_seqlens_q"), given.pop("cu_seqlens_kv")
-    assert given.pop("qkv_format") == "thd"
-    assert given.pop("attn_mask_type") == "padding_causal"
-    assert bounds is own, "queries and keys of other segments"
+    bounds = cu_seqlens_q
+    assert qkv_format == "thd"
+    assert attn_mask_type == "padding_causal"
+    assert bounds is cu_seqlens_kv, "queries and keys of other segments"
     assert bounds.dtype == torch.int32
-    longest = int(bounds.diff().max())
-    assert given.pop("max_seqlen_q") == given.pop("max_seqlen_kv") == longest
+    assert max_seqlen_q == max_seqlen_kv == int(bounds.diff().max())
     assert attention_mask is None
     assert self.window_size in NO_WINDOW, self.window_size
-    assert all(not value for value in given.values()), given
+    assert not any(others.values()), others
     assert int(bounds[-1]) == len(query_thd), (bounds, query_thd.shape)
     outs: list[torch.Tensor] = []
     for start, end in pairwise(bounds.tolist()):
@@ -144,14 +150,14 @@ def _turned(
 
 
 def _turned_wrongly(
-    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
+    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *options: Any, **named: bool
 ) -> torch.Tensor:
     """The planted fault: the second token of each segment is turned like the first.
 
     A whole segment that is turned further would show nothing: only differences of angles count.
     """
     bounds = torch.cat([cu_seqlens, cu_seqlens[:-1] + 1]).sort().values
-    return _turned(t, bounds, freqs, **options)
+    return _turned(t, bounds, freqs, *options, **named)
 
 
 FORWARDS = {
