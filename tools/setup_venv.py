@@ -85,7 +85,7 @@ MACHINES = {
         # loads the compiled extension, which lies in transformer_engine/wheel_lib
         runs="import torch, soundfile; assert torch.version.cuda, 'a CPU build of torch'; "
         "import transformer_engine.pytorch",
-        size="15 GB; TransformerEngine's extension is compiled, which takes minutes",
+        size="11 GB; TransformerEngine's extension is compiled, which takes minutes",
     ),
 }
 

@@ -101,25 +101,20 @@ def _attention(
     key_thd: torch.Tensor,
     value_thd: torch.Tensor,
     attention_mask: Any = None,
-    *,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_kv: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_kv: int,
-    qkv_format: str,
-    attn_mask_type: str,
-    **others: object,
+    **given: object,
 ) -> torch.Tensor:
     """Causal attention within each segment of packed positions (t, heads, features)."""
-    bounds = cu_seqlens_q
-    assert qkv_format == "thd"
-    assert attn_mask_type == "padding_causal"
-    assert bounds is cu_seqlens_kv, "queries and keys of other segments"
+    bounds, own = given.pop("cu_seqlens_q"), given.pop("cu_seqlens_kv")
+    assert given.pop("qkv_format") == "thd"
+    assert given.pop("attn_mask_type") == "padding_causal"
+    assert isinstance(bounds, torch.Tensor)
+    assert bounds is own, "queries and keys of other segments"
     assert bounds.dtype == torch.int32
-    assert max_seqlen_q == max_seqlen_kv == int(bounds.diff().max())
+    longest = int(bounds.diff().max())
+    assert given.pop("max_seqlen_q") == given.pop("max_seqlen_kv") == longest
     assert attention_mask is None
     assert self.window_size in NO_WINDOW, self.window_size
-    assert not any(others.values()), others
+    assert not any(given.values()), given
     assert int(bounds[-1]) == len(query_thd), (bounds, query_thd.shape)
     outs: list[torch.Tensor] = []
     for start, end in pairwise(bounds.tolist()):
