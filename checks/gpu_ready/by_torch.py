@@ -95,15 +95,9 @@ def _rms_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
     return _normed(x, self.weight, self.eps)
 
 
-def _attention(
-    self: Any,
-    query_thd: torch.Tensor,
-    key_thd: torch.Tensor,
-    value_thd: torch.Tensor,
-    attention_mask: Any = None,
-    **given: Any,
-) -> torch.Tensor:
+def _attention(self: Any, *inputs: Any, **given: Any) -> torch.Tensor:
     """Causal attention within each segment of packed positions (t, heads, features)."""
+    query_thd, key_thd, value_thd, attention_mask = inputs
     bounds, own = given.pop("cu_seqlens_q"), given.pop("cu_seqlens_kv")
     assert given.pop("qkv_format") == "thd"
     assert given.pop("attn_mask_type") == "padding_causal"
@@ -144,14 +138,14 @@ def _turned(
 
 
 def _turned_wrongly(
-    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, **options: Any
+    t: torch.Tensor, cu_seqlens: torch.Tensor, *table: Any, **options: Any
 ) -> torch.Tensor:
     """The planted fault: the second token of each segment is turned like the first.
 
     A whole segment that is turned further would show nothing: only differences of angles count.
     """
     bounds = torch.cat([cu_seqlens, cu_seqlens[:-1] + 1]).sort().values
-    return _turned(t, bounds, freqs, **options)
+    return _turned(t, bounds, *table, **options)
 
 
 FORWARDS = {
