@@ -95,31 +95,19 @@ def _rms_norm(self: Any, x: torch.Tensor) -> torch.Tensor:
     return _normed(x, self.weight, self.eps)
 
 
-<<<<<<< HEAD
-def _attention(
-    self: Any,
-    query_thd: torch.Tensor,
-    key_thd: torch.Tensor,
-    value_thd: torch.Tensor,
-    attention_mask: Any = None,
-    **given: object,
-) -> torch.Tensor:
-=======
 def _attention(self: Any, *inputs: Any, **given: Any) -> torch.Tensor:
->>>>>>> ready
     """Causal attention within each segment of packed positions (t, heads, features)."""
     query_thd, key_thd, value_thd, attention_mask = inputs
     bounds, own = given.pop("cu_seqlens_q"), given.pop("cu_seqlens_kv")
     assert given.pop("qkv_format") == "thd"
     assert given.pop("attn_mask_type") == "padding_causal"
-    assert isinstance(bounds, torch.Tensor)
     assert bounds is own, "queries and keys of other segments"
     assert bounds.dtype == torch.int32
     longest = int(bounds.diff().max())
     assert given.pop("max_seqlen_q") == given.pop("max_seqlen_kv") == longest
     assert attention_mask is None
     assert self.window_size in NO_WINDOW, self.window_size
-    assert not any(given.values()), given
+    assert all(not value for value in given.values()), given
     assert int(bounds[-1]) == len(query_thd), (bounds, query_thd.shape)
     outs: list[torch.Tensor] = []
     for start, end in pairwise(bounds.tolist()):
@@ -150,22 +138,14 @@ def _turned(
 
 
 def _turned_wrongly(
-<<<<<<< HEAD
-    t: torch.Tensor, cu_seqlens: torch.Tensor, freqs: torch.Tensor, *options: Any, **named: bool
-=======
     t: torch.Tensor, cu_seqlens: torch.Tensor, *table: Any, **options: Any
->>>>>>> ready
 ) -> torch.Tensor:
     """The planted fault: the second token of each segment is turned like the first.
 
     A whole segment that is turned further would show nothing: only differences of angles count.
     """
     bounds = torch.cat([cu_seqlens, cu_seqlens[:-1] + 1]).sort().values
-<<<<<<< HEAD
-    return _turned(t, bounds, freqs, *options, **named)
-=======
     return _turned(t, bounds, *table, **options)
->>>>>>> ready
 
 
 FORWARDS = {
