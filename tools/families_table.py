@@ -70,8 +70,10 @@ def trained_families(records: Records) -> str:
         "given experts",
         "divergence, nats",
         "not learning",
+        "synced",
         "commit",
     ]
+    synced = {row["name"]: row["nats"] for row in records("synced")["students"]}
     rows = [
         [
             f"`{row['name']}`",
@@ -83,6 +85,7 @@ def trained_families(records: Records) -> str:
             "no experts" if row["replayed"] is None else _nats(row["replayed"]),
             " to ".join(f"{nats:.2f}" for nats in row["distil"]),
             " to ".join(f"{nats:.2f}" for nats in row["still"]),
+            _nats(synced[row["name"]]),
             f"`{row['commit'][:8]}`",
         ]
         for row in records("students")["students"]

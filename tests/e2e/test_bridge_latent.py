@@ -1,53 +1,22 @@
 """Latent attention and gated delta nets: a server of two ranks samples from what it was sent.
 
-SGLang computes with copies of kv_b_proj, which no digest sees, and a rank holds several parts of a
-tensor of a delta net: log-probs are compared, bit for bit with those of the same weights as loaded.
+Every family of students: `python -m checks synced`.
 """
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-import torch
-from torch import distributed
 
-from megatron_opd.models.spec import read_model_spec
-from megatron_opd.models.tensors import expected_tensors
-from megatron_opd.weight_sync.broadcast_sender import plan_buckets
-from megatron_opd.weight_sync.disk import Disk
-from megatron_opd.weight_sync.disk_writer import DiskWriter
-from megatron_opd.weight_sync.holdings import server_holdings
-from megatron_opd.weight_sync.plan import ServerLayout
-from megatron_opd.weight_sync.session import WeightSync
-from sglang_bridge.client import ServerClient
-from sglang_bridge.fleet import Fleet
 from sglang_bridge.server.launch import ServerProcess
-from sglang_bridge.weights.exchange import send
 from tests.e2e.conftest import running, tiny_spec
-from tests.e2e.disk import DiskLearner, relabel
-from tests.e2e.replies import expected_scores, ragged_request
-from tests.e2e.weight_sync import (
-    differing,
-    join,
-    load_tensors,
-    perturbed_copy,
-    plan_for,
-    shards_of,
-)
-from tests.support.config_files import minimal
+from tests.e2e.ways import RANKS, every_way
 from tests.support.delta_models import tiny_qwen3_5
 from tests.support.figures import bounded
 from tests.support.latent_models import tiny_deepseek_v3
-from tests.support.oracles import load_reference
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
-CPU = torch.device("cpu")
-Tensors = dict[str, torch.Tensor]
-RANKS = ServerLayout(2, 1)
-REQUESTS = [ragged_request(f"l{i}", 30 + i, 40, seed=i) for i in range(3)]
 
 
 @pytest.fixture(scope="module", params=[tiny_deepseek_v3, tiny_qwen3_5], ids=["latent", "delta"])
@@ -64,111 +33,11 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
         yield process
 
 
-async def scores(client: Fleet) -> list[np.ndarray]:
-    """One after another: what is batched beside a request changes its last bits."""
-    return [(await client.score(request)).logp_N for request in REQUESTS]
-
-
-async def by_shards(fleet: Fleet, model: Path, tensors: Tensors, staged: float) -> None:
-    """Sync version 1 from one rank; staged: bytes that come before the pause."""
-    plan = plan_for(model, RANKS, staged)
-    first, rest = (shards_of(plan, tensors, staged=before) for before in (True, False))
-    group, name = await join(fleet)
-    await fleet.expect_weights(plan.shares(fleet.urls))
-    if first:
-        await fleet.stage_weights(name)
-        await asyncio.to_thread(send, group, first, CPU)
-    await fleet.pause("retract")
-    await fleet.begin_weight_update()
-    await asyncio.gather(fleet.receive_weights(name, 60), asyncio.to_thread(send, group, rest, CPU))
-    await fleet.flush_cache()
-    await fleet.end_weight_update(1)
-    await fleet.resume()
-    await fleet.destroy_weights_group(name)
-    distributed.destroy_process_group(group)
-
-
-async def by_broadcast(fleet: Fleet, model: Path, tensors: Tensors) -> None:
-    """Sync version 1 in buckets as a learner plans them, of some tensors each."""
-    shapes = expected_tensors(read_model_spec(model))
-    buckets = plan_buckets([(*each, torch.float32) for each in shapes.items()], 20_000)
-    group, name = await join(fleet)
-    await fleet.pause("retract")
-    await fleet.begin_weight_update()
-    for bucket in buckets:
-        flat = torch.cat([tensors[n].flatten().view(torch.uint8) for n in bucket.names])
-        await asyncio.gather(
-            fleet.update_bucket(bucket, name),
-            asyncio.to_thread(distributed.broadcast, flat, 0, group),
-        )
-    await fleet.flush_cache()
-    await fleet.end_weight_update(1)
-    await fleet.resume()
-    await fleet.destroy_weights_group(name)
-    distributed.destroy_process_group(group)
-
-
-async def by_disk(
-    fleet: Fleet, model: Path, tensors: Tensors, weights: Path, staging: bool
-) -> None:
-    """Sync one version by files that the server reads."""
-    sync = {"type": "disk", "directory": str(weights), "staging": staging}
-    config = minimal(student={"model": str(model)}, weight_sync=sync)
-    with pytest.MonkeyPatch.context() as patch:
-        learner = DiskLearner(patch, model, tensors)
-        await relabel(fleet, 0)
-        writer = DiskWriter(learner.full, config)
-        session = WeightSync(
-            fleet, learner, Disk(fleet, learner.asks(writer), config), config.weight_sync
-        )
-        await session.open()
-        await session.sync(1)
-        await session.close()
-        writer.close()
-
-
 def test_every_transport_changes_what_is_sampled_from(
     server: ServerProcess, model: Path, tmp_path: Path
 ):
     """To other weights and back, by every way: as loaded, bit for bit."""
-    changed = perturbed_copy(model, tmp_path / "changed", scale=0.3, seed=5)
-    loaded, other = load_tensors(model), load_tensors(changed)
-    weights, url = Path(str(server.spec.weights_dir)), server.spec.url
-    ways: list[tuple[str, Tensors, Callable[[Fleet, Tensors], Awaitable[None]]]] = [
-        ("shards", other, lambda fleet, to: by_shards(fleet, model, to, 0)),
-        ("broadcast", loaded, lambda fleet, to: by_broadcast(fleet, model, to)),
-        ("staged shards", other, lambda fleet, to: by_shards(fleet, model, to, 60_000)),
-        ("disk", loaded, lambda fleet, to: by_disk(fleet, model, to, weights, False)),
-        ("staged disk", other, lambda fleet, to: by_disk(fleet, model, to, weights, True)),
-    ]
-
-    async def run() -> list[list[np.ndarray]]:
-        async with Fleet([ServerClient(url, timeout_s=120)]) as fleet:
-            held = {(p.rank, p.hf_name, p.dim, p.start, p.length) for p in await pieces(fleet)}
-            planned = server_holdings(read_model_spec(model), RANKS.tp, RANKS.ep)
-            assert held == {
-                (rank, part.name, part.dim, part.start, part.length)
-                for part in planned
-                for rank in part.ranks
-            }
-            found = [await scores(fleet)]
-            for name, tensors, sync in ways:
-                await sync(fleet, tensors)
-                assert differing(await pieces(fleet, digests=True), tensors) == [], name
-                found.append(await scores(fleet))
-            return found
-
-    async def pieces(fleet: Fleet, *, digests: bool = False) -> Any:
-        return (await (fleet.weight_digests() if digests else fleet.weight_pieces()))[url]
-
-    found = asyncio.run(run())
-    for path, logp in ((model, found[0]), (changed, found[1])):
-        reference = load_reference(path)
-        for request, mine in zip(REQUESTS, logp, strict=True):
-            error = np.abs(mine - expected_scores(reference, request)).max()
-            bounded("latents and delta nets, TP2 server: scores (nats)", error, 2e-5)
-    assert max(np.abs(a - b).max() for a, b in zip(*found[:2], strict=True)) > 0.1
-    for (name, tensors, _), mine in zip(ways, found[1:], strict=True):
-        exact = found[1] if tensors is other else found[0]
-        for a, b in zip(mine, exact, strict=True):
-            assert np.array_equal(a, b), f"{name}: {np.abs(a - b).max()} nats"
+    found = every_way(server, model, tmp_path)
+    bounded("latents and delta nets, TP2 server: scores (nats)", found.nats, 2e-5)
+    assert found.moved > 0.1
+    assert not any(found.by_way.values()), found.by_way

@@ -111,6 +111,13 @@ def test_every_family_of_students_is_in_the_record():
         assert failures(row | {"logits": 1e-3, "still": row["distil"]})
 
 
+def test_servers_of_every_family_of_students_compute_with_what_they_are_sent():
+    record = json.loads((ROOT / "benchmarks/results/synced.json").read_text())
+    assert {row["name"] for row in record["students"]} == set(STUDENTS)
+    assert record["failed"] == []
+    assert all(set(row["by_way"].values()) == {0.0} for row in record["students"])
+
+
 @pytest.mark.parametrize("name", UNSERVED)
 def test_what_cannot_be_served_is_refused_whatever_is_trusted(
     name: str, mistral: Path, tmp_path: Path
