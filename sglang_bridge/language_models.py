@@ -32,6 +32,10 @@ PUBLISHED = {
 PREFIX, PUBLISHED_PREFIX = "model.", "model.language_model."
 """What names of the text class's tensors begin with, but for the head's, and the published ones."""
 VISION_PREFIX = "model.visual."
+OTHER_PARTS = frozenset(
+    {"mtp", "mtp_block", "visual", "vision_tower", "vision_model", "multi_modal_projector"}
+)
+"""Modules of published models that no text goes through: further predictions, other media."""
 OF_ALL = ("quantization_config", "eos_token_id")
 """Keys outside text_config that are meant for the language model too, and win there."""
 

@@ -44,6 +44,7 @@ from megatron_opd.models.hf_config import check_delta_nets
 from megatron_opd.models.spec import ModelSpec, read_model_spec, read_text_config
 from megatron_opd.models.values import MAX_COUNT
 from megatron_opd.sizing.served import ModelSize, TensorKind, kinds_of, size_of
+from sglang_bridge.language_models import OTHER_PARTS
 
 SUPPORTED_ARCHITECTURES = tuple(family.architecture for family in FAMILIES.values())
 TRAINED_ALONE = frozenset(SUPPORTED_ARCHITECTURES) - MEASURED.keys()
@@ -308,12 +309,12 @@ def _count(raw: dict[str, Any], key: str, default: int | None = None) -> int:
 
 
 def _kinds(path: Path, key: str, raw: dict[str, Any]) -> tuple[TensorKind, ...]:
-    """Return what a server holds of the files: a tied head is the embedding."""
+    """Return what a server holds of the files: the embedding for a tied head, and text's parts."""
     tied = raw.get("tie_word_embeddings") is True
     return kinds_of(
         (name, each.shape, _kept_bits(each))
         for name, each in served_tensors(path, key, raw).items()
-        if not (tied and name == HEAD)
+        if not (tied and name == HEAD) and not OTHER_PARTS.intersection(name.split("."))
     )
 
 

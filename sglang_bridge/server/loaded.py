@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_bridge.config_file import config_of
 from sglang_bridge.errors import one_line, some
-from sglang_bridge.language_models import is_published, renamed
+from sglang_bridge.language_models import OTHER_PARTS, is_published, renamed
 from sglang_bridge.server import pieces
 from sglang_bridge.server.compat import gemma, gpt_oss, ranks, sinks
 from sglang_bridge.server.plain_weights import format_to_undo
@@ -61,10 +61,6 @@ MAY_STAY = ("scale", "zero", "offset", "amax")
 """Parts of names of parameters that quantised checkpoints may leave out: a constant stands in."""
 MODEL_PREFIXES, HEAD = ("model.", "lm_head."), "lm_head.weight"
 """Starts of the names of a language model's own tensors, and the one that may be tied."""
-OTHER_PARTS = frozenset(
-    {"mtp", "mtp_block", "visual", "vision_tower", "vision_model", "multi_modal_projector"}
-)
-"""Modules of published models that no text goes through: further predictions, other media."""
 HARMLESS = ("rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
 """Ends of names of tensors that follow from config.json, and that no model reads."""
 

@@ -24,6 +24,7 @@ from megatron_opd.models.families.table import FAMILIES
 from megatron_opd.sizing.served import ModelSize
 from megatron_opd.sizing.servers import server_memory
 from tests.support.cli_cases import call, refused
+from tests.support.delta_models import published_qwen3_5_moe
 from tests.support.families import GLM4_MOE, LIMITED, MISSERVED, MISTRAL, SERVED, make
 from tests.support.models import (
     tiny_llama,
@@ -77,6 +78,13 @@ def test_files_and_config_say_the_same_of_how_large_a_model_is(
     for name in ("model.safetensors", "tokenizer.json"):
         (path / name).unlink()
     assert figures(read_served(path, "teacher.model")) == figures(theirs), "not here, planned alike"
+
+
+def test_a_vision_tower_takes_no_memory_of_a_server(tmp_path: Path):
+    path = published_qwen3_5_moe(tmp_path / "model")
+    ours, theirs = read_model(path, "student.model").served, read_served(path, "teacher.model")
+    assert ours.size.parameters == theirs.size.parameters
+    assert ours.size.active_parameters == theirs.size.active_parameters
 
 
 def figures(facts: ServedFacts) -> list[Any]:
