@@ -179,10 +179,7 @@ def distil(model: Path, base: Path, lr: float) -> list[float]:
     """The reverse KL, nats a token, of the first and the last updates of a run."""
     base.mkdir()
     (base / "teacher").symlink_to(model)
-    student = perturbed_copy(model, base / "student", scale=DISTIL["noise"], seed=5)
-    for file in model.glob("*.json"):
-        if not file.name.endswith(".index.json"):
-            (student / file.name).write_bytes(file.read_bytes())
+    perturbed_copy(model, base / "student", scale=DISTIL["noise"], seed=5)
     write_prompts(base)
     config = write_config(
         base,

@@ -22,7 +22,7 @@ from checks.gpu_ready.card import CARDS, pretend
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.learner import LearnerConfig, ParallelConfig
 from megatron_opd.learner.model import build_model
-from megatron_opd.learner.world import World
+from megatron_opd.learner.world import World, form_groups
 from megatron_opd.models.spec import ModelSpec
 
 META = torch.device("meta")
@@ -89,14 +89,7 @@ def world_of(rank: int, parallel: ParallelConfig) -> World:
         ps.destroy_model_parallel()
         dist.destroy_process_group()
     dist.init_process_group("fake", rank=rank, world_size=parallel.world_size, store=FakeStore())
-    ps.initialize_model_parallel(
-        parallel.tp,
-        parallel.pp,
-        virtual_pipeline_model_parallel_size=parallel.vpp if parallel.vpp > 1 else None,
-        context_parallel_size=parallel.cp,
-        expert_model_parallel_size=parallel.ep,
-        expert_tensor_parallel_size=parallel.expert_tp,
-    )
+    form_groups(parallel)
     everyone: Any = dist.group.WORLD
     return World(
         rank=rank,

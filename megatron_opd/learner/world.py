@@ -110,6 +110,13 @@ def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout
         rank=int(os.environ["RANK"]),
         world_size=size,
     )
+    form_groups(parallel)
+    model_parallel_cuda_manual_seed(seed)
+    return _place(parallel, device)
+
+
+def form_groups(parallel: ParallelConfig) -> None:
+    """Form Megatron's groups of a layout. Collective over torch's world."""
     ps.initialize_model_parallel(
         parallel.tp,
         parallel.pp,
@@ -118,8 +125,6 @@ def init_world(parallel: ParallelConfig, seed: int, threads: int | None, timeout
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=parallel.expert_tp,
     )
-    model_parallel_cuda_manual_seed(seed)
-    return _place(parallel, device)
 
 
 def _store_of_rank_0(size: int, timeout: timedelta) -> Store:

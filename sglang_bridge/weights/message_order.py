@@ -153,18 +153,8 @@ def outgoing(
     for routes, firsts in groups:
         for route in routes:
             if source in route.sources:
-                replicas = len(route.sources)
-                served = firsts[:replicas] if limits.relays else firsts
-                first = (route.sources.index(source) - route.turn) % replicas
-                mine = served[first::replicas]
-                if limits.near:
-                    mine = [
-                        start
-                        for index, start in enumerate(firsts)
-                        if limits.source(route, index, start + route.destination) == source
-                    ]
                 stream, part = _stream(route, source, limits), _part(route)
-                for start in mine:
+                for start in _served(route, source, firsts, limits):
                     streams[start + route.destination, stream].append(part)
     keyed: list[tuple[Key, Bucket]] = []
     for (receiver, stream), parts in streams.items():
@@ -172,6 +162,19 @@ def outgoing(
         for turn, content in enumerate(_buckets(parts, limits.max_elements)):
             keyed.append((leg.key(turn, limits), Bucket(source, receiver, content)))
     return [bucket for _, bucket in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def _served(route: Route, source: int, firsts: Sequence[int], limits: Limits) -> Sequence[int]:
+    """Return the servers, by their first receivers, that `source` sends a route to."""
+    if limits.near:
+        return [
+            start
+            for index, start in enumerate(firsts)
+            if limits.source(route, index, start + route.destination) == source
+        ]
+    replicas = len(route.sources)
+    first = (route.sources.index(source) - route.turn) % replicas
+    return (firsts[:replicas] if limits.relays else firsts)[first::replicas]
 
 
 def incoming(

@@ -30,7 +30,10 @@ def load_tensors(model: Path) -> dict[str, torch.Tensor]:
 
 
 def perturbed_copy(model: Path, path: Path, scale: float, seed: int) -> Path:
-    """Writes the checkpoint to `path` with noise of `scale` times each tensor's deviation."""
+    """Writes the checkpoint to `path` with noise of `scale` times each tensor's deviation.
+
+    config.json and the tokenizer are the checkpoint's own: transformers would write another form.
+    """
     from transformers import AutoModelForCausalLM
 
     copy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
@@ -41,6 +44,9 @@ def perturbed_copy(model: Path, path: Path, scale: float, seed: int) -> Path:
             noise = torch.randn(parameter.shape, generator=generator)
             parameter.add_(noise * scale * (parameter.std() + 0.1))
     copy.save_pretrained(path)
+    for file in model.glob("*.json"):
+        if not file.name.endswith(".index.json"):
+            (path / file.name).write_bytes(file.read_bytes())
     return path
 
 

@@ -57,6 +57,11 @@ def tiny_qwen3_5_moe(path: Path, **options: Any) -> Path:
     return _written(path, Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM, given, options)
 
 
+def published_dense_qwen3_5(path: Path, **options: Any) -> Path:
+    """Writes a random dense Qwen3.5 checkpoint of the published class."""
+    return published_qwen3_5(tiny_qwen3_5(path / "text", **options), path)
+
+
 def published_qwen3_5_moe(path: Path, **options: Any) -> Path:
     """Writes a random Qwen3.5-MoE checkpoint of the published class."""
     return published_qwen3_5(tiny_qwen3_5_moe(path / "text", **options), path)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from tests.support.delta_models import published_qwen3_5, published_qwen3_5_moe, tiny_qwen3_5
+from tests.support.delta_models import published_dense_qwen3_5, published_qwen3_5_moe
 from tests.support.latent_models import (
     tiny_deepseek_v2,
     tiny_deepseek_v3,
@@ -302,11 +302,6 @@ def with_ropes(name: str, family: TinyFamily, *kinds: str) -> dict[str, TinyFami
     """A family by its name, and once more for each further type of rotary positions."""
     varied = {f"{name}, {kind}": family.with_fields(**ALL_ROPES[kind]) for kind in kinds}
     return {name: family, **varied}
-
-
-def published_dense_qwen3_5(path: Path, **options: Any) -> Path:
-    """Writes a random dense Qwen3.5 checkpoint of the published class."""
-    return published_qwen3_5(tiny_qwen3_5(path / "text", **options), path)
 
 
 Maker = Callable[..., Path]
