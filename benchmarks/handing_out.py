@@ -19,6 +19,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -26,12 +27,13 @@ import torch.distributed as dist
 
 from benchmarks.data_path.cases import DRAWS, LAYERS, Case, make_rows, prompt_ids
 from megatron_opd.batching.advantages import no_groups
-from megatron_opd.batching.shares import Share
+from megatron_opd.batching.shares import SampleSequence, Share
 from megatron_opd.config.learner import ParallelConfig
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.share_broadcast import broadcast, deal
 from megatron_opd.learner.world import World, init_world
-from megatron_opd.records.types import Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.types import Prompt, Sample, VersionSpan
 from megatron_opd.transport.frames import to_frames
 from megatron_opd.transport.parts import Needs, part_of
 from megatron_opd.transport.samples import Buffer, EncodedSample
@@ -56,18 +58,16 @@ def share_frames(case: Case) -> list[Buffer]:
     columns, tokens = dict(rows.columns), len(rows.output_ids_T)
     offsets_T1 = np.concatenate([[0], np.cumsum(columns.pop("length_T"), dtype=np.int64)])
     path_T = offsets_T1[:-1] + columns.pop("path_T")
-    rollout = Rollout(
+    rollout = single_turn(
         Prompt(0, "", prompt_ids(case)),
         rows.output_ids_T,
         DrawCache(offsets_T1=offsets_T1, path_T=path_T, **columns),
         (VersionSpan(0, 0, tokens),),
-        "stop",
-        0.0,
-        0.0,
-        experts_XLk=rows.experts_XLk,
     )
+    rollout = replace(rollout, experts_XLk=rows.experts_XLk)
     sample = EncodedSample.of(Sample(rollout, rows.teacher_logp_N), DRAWS)
-    share = Share(0, 0, [[list(range(SAMPLES))]], (sample,) * SAMPLES, no_groups(SAMPLES))
+    plan = [[list(range(SAMPLES))]]
+    share = Share(0, 0, plan, (SampleSequence(sample),) * SAMPLES, no_groups(SAMPLES))
     return to_frames(share)
 
 

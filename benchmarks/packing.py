@@ -96,12 +96,12 @@ def batch(spread: float, seed: int, spec: ModelSpec) -> tuple[list[int], list[fl
 
 def plans(lengths: Sequence[int], minis: int, budget: int, seed: int) -> dict[str, BatchPlan]:
     """Plan a batch in every way."""
-    apart = plan_batch(lengths, minis, RANKS, budget)
+    apart = plan_batch([[n] for n in lengths], minis, RANKS, budget)
     return {
         "before": in_order_of_samples(apart),
         "random": shuffled(apart, random.Random(seed)),
         "sorted": apart,
-        "steps": plan_batch(lengths, minis, RANKS, budget, lockstep=True),
+        "steps": plan_batch([[n] for n in lengths], minis, RANKS, budget, lockstep=True),
     }
 
 

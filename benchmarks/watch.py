@@ -24,7 +24,8 @@ import psutil
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megatron_opd.metrics.rollouts import RolloutRecord
-from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.types import Batch, Prompt, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 from tests.support.browser import chromium, tab, watching
 from tests.support.fakes import Figures
@@ -170,5 +171,5 @@ def _sample(tokenizer: Tokenizer, tokens: int) -> Sample:
     ids_T = np.array(tokenizer.encode(text).ids[:tokens], np.int32)
     assert len(ids_T) == tokens
     spans = (VersionSpan(0, 0, tokens),)
-    rollout = Rollout(prompt, ids_T, draws, spans, "stop", 0.0, 1.0)
+    rollout = single_turn(prompt, ids_T, draws, spans, "stop", 0.0, 1.0)
     return Sample(rollout, -rng.exponential(1.0, tokens).astype(np.float32))

@@ -21,7 +21,8 @@ from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.models.spec import read_model_spec
 from megatron_opd.models.tensors import expected_tensors
 from megatron_opd.records.columns import RankBatch
-from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.types import Batch, Prompt, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
 
@@ -80,7 +81,7 @@ def sample(uid: int, shape: Shape, vocab: int, version: int = 0) -> Sample:
     prompt = Prompt(uid, "", random.integers(0, vocab, shape.prompt).astype(np.int32))
     spans = (VersionSpan(version, 0, shape.response),)
     path_ids_T = ids_N[offsets_T1[:-1]]
-    return Sample(Rollout(prompt, path_ids_T, draws, spans, "length", 0.0, 0.0), logp_2N[1])
+    return Sample(single_turn(prompt, path_ids_T, draws, spans, "length", 0.0, 0.0), logp_2N[1])
 
 
 def share(

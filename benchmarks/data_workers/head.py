@@ -31,7 +31,7 @@ from megatron_opd.wire.sockets import SocketLimits
 
 LARGEST = 1 << 30
 LIMIT_S = 60.0
-Parts = list[tuple[str, str]]
+Parts = list[tuple[str, str, int]]
 
 
 class Head:
@@ -85,10 +85,10 @@ class HeadLearner:
         """Send an update's share, or where its samples are."""
         (share,) = shares(batch, self.config.learner, self.config.estimator, 1)
         parts: Parts = [
-            self.pool.source(sample)
-            if isinstance(sample, HeldSample) and self.pool is not None
-            else ("", "")
-            for sample in share.samples
+            (*self.pool.source(each.sample), each.sequence)
+            if isinstance(each.sample, HeldSample) and self.pool is not None
+            else ("", "", 0)
+            for each in share.sequences
         ]
         socket = zmq.asyncio.Socket.shadow(self.head.socket.underlying)
         await socket.send_multipart([msgspec.msgpack.encode(parts), *to_frames(share)], copy=False)

@@ -221,7 +221,8 @@ class HeadLearner:
     async def train(self, batch: Batch) -> UpdateMetrics:
         """Send an update's share, and where its samples are."""
         (share,) = shares(batch, self.config.learner, self.config.estimator, 1)
-        parts = [self.pool.source(s) for s in share.samples if isinstance(s, HeldSample)]
+        samples = [each.sample for each in share.sequences]
+        parts = [(*self.pool.source(s), 0) for s in samples if isinstance(s, HeldSample)]
         assert len(parts) == len(batch.samples)
         await self.socket.send_multipart([msgspec.msgpack.encode(parts), *to_frames(share)])
         await self.socket.recv()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +19,7 @@ import numpy as np
 from checks.schedule_properties.plans import Plan
 from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
 from megatron_opd.metrics.types import WeightSyncReport
+from megatron_opd.records.sequences import single_turn
 from megatron_opd.records.types import Batch, LearnerTurn, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
@@ -132,9 +133,8 @@ class Servers:
             VersionSpan(versions[start], start, stop)
             for start, stop in zip(starts, [*starts[1:], TOKENS], strict=True)
         )
-        return Rollout(
-            prompt, RESPONSE_IDS, DRAWS, spans, "stop", started_s, clock(), restarts=restarts
-        )
+        rollout = single_turn(prompt, RESPONSE_IDS, DRAWS, spans, "stop", started_s, clock())
+        return replace(rollout, restarts=restarts)
 
     async def _sample(self, seconds: float) -> list[int] | None:
         await self.until(lambda: self.serving)

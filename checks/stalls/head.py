@@ -65,7 +65,7 @@ def main() -> None:
             result = MissingSamples()
         elif isinstance(request, Train):
             batch = from_frames(request.update, request.version, request.plan, frames)
-            taken += len(batch.prompt_B)
+            taken += len(batch.length_B)
             result = FIGURES
         if isinstance(request, Stop):
             sys.stdout.write(f"{taken}\n")

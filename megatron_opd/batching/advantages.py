@@ -1,7 +1,9 @@
-"""Computes what the loss reads of a response as a whole: advantages, GEPO's group expectation.
+"""Computes what the loss reads of a sample as a whole: advantages, GEPO's group expectation.
 
 Computed once, over whole groups, before a batch is cut into shares; float64, numpy, torch-free. A
-group is the G responses to one prompt. Axes: B responses, C groups, T response tokens of one.
+group is the G samples of one prompt. A reward counts once for its sample, whatever the number of
+its sequences; probabilities are those of sequences. Axes: B samples (sequences in what is
+returned: the same where each sample has one), R sequences, C groups, T sampled tokens of one.
 
 With r the reward and the sums over the group of a response:
     reward                A = r
@@ -38,9 +40,9 @@ STD_EPS = 1e-6
 
 
 def group_columns(estimator: Estimator, samples: Sequence[AnySample], group_size: int) -> Columns:
-    """Compute the columns of a batch; the group of a response is its uid // group_size.
+    """Compute the columns of a batch's sequences; a sample's group is its uid // group_size.
 
-    A masked response is part of its group's statistics; its own weights are 0. Raises ValueError
+    A masked sample is part of its group's statistics; its own weights are 0. Raises ValueError
     when the estimator reads rewards and a sample that it reads one of has none.
     """
     prompts = [sample.rollout.prompt for sample in samples]
@@ -48,13 +50,19 @@ def group_columns(estimator: Estimator, samples: Sequence[AnySample], group_size
     for prompt, reward in zip(prompts, reward_B, strict=True):
         if np.isnan(reward) and estimator.needs_reward(prompt.reward_weight):
             raise ValueError(f"sample {prompt.uid} has no reward")
-    logq_B = np.array([sample.rollout.geometric_logp for sample in samples])
+    sizes = [sample.rollout.sizes for sample in samples]
+    sample_R = np.repeat(np.arange(len(samples)), [len(own) for own in sizes])
+    logq_R = np.array([logp for s in samples for logp in s.rollout.geometric_logps])
     group_B = np.array([prompt.uid // group_size for prompt in prompts], dtype=np.int64)
     carries_B = np.array([not sample.masked for sample in samples], np.float64)
+    reward_weight_B = carries_B * [prompt.reward_weight for prompt in prompts]
+    teacher_weight_B = carries_B * [prompt.teacher_weight for prompt in prompts]
+    tokens_R = np.array([size.sampled for own in sizes for size in own], np.float64)
     return replace(
-        columns_of(estimator, np.nan_to_num(reward_B, nan=0.0), logq_B, group_B),
-        reward_weight_B=carries_B * [prompt.reward_weight for prompt in prompts],
-        teacher_weight_B=carries_B * [prompt.teacher_weight for prompt in prompts],
+        columns_of(estimator, np.nan_to_num(reward_B, nan=0.0), logq_R, group_B, sample_R),
+        reward_weight_B=reward_weight_B[sample_R],
+        teacher_weight_B=teacher_weight_B[sample_R],
+        share_B=tokens_R / np.bincount(sample_R, tokens_R)[sample_R],
     )
 
 
@@ -64,36 +72,45 @@ def _shaped_reward(sample: AnySample) -> float:
 
 
 def columns_of(
-    estimator: Estimator, reward_B: DoubleArray, logq_B: DoubleArray, group_B: Index
+    estimator: Estimator,
+    reward_B: DoubleArray,
+    logq_R: DoubleArray,
+    group_B: Index,
+    sample_R: Index | None = None,
 ) -> Columns:
-    """Compute the columns from rewards, mean sampler log-probs (nats) and each response's group."""
-    columns = no_groups(len(reward_B))
+    """Compute the columns from rewards, mean sampler log-probs (nats) and each sample's group.
+
+    sample_R: the sample of each sequence; None where each sample has one.
+    """
+    sample_R = np.arange(len(reward_B)) if sample_R is None else sample_R
+    columns = no_groups(len(sample_R))
     objectives = [term.objective for term in estimator.terms]
     reward = next((each for each in objectives if each.reward_advantage is not None), None)
     if reward is None or reward.reward_advantage is None:
         return columns
     advantage_B = ADVANTAGES[reward.reward_advantage](reward_B, group_B)
-    columns = replace(columns, advantage_B=advantage_B)
+    columns = replace(columns, advantage_B=advantage_B[sample_R])
     if not isinstance(reward, Gepo):
         return columns
+    group_R = group_B[sample_R]
     return replace(
         columns,
-        group_log_q_B=log_group_expectation(logq_B, group_B),
-        defensive_B=defensive_share(logq_B, group_B, reward.defensive),
+        group_log_q_B=log_group_expectation(logq_R, group_R),
+        defensive_B=defensive_share(logq_R, group_R, reward.defensive),
     )
 
 
 def no_groups(count: int) -> Columns:
-    """Return the columns of `count` responses when nothing reads a reward, all of weight 1."""
+    """Return the columns of `count` sequences when nothing reads a reward, all of weight 1."""
     zeros = {name: np.zeros(count) for name in dtypes(GroupColumns)}
-    weights = {name: np.ones(count) for name in ("reward_weight_B", "teacher_weight_B")}
-    return GroupColumns(**(zeros | weights))
+    ones = {name: np.ones(count) for name in ("reward_weight_B", "teacher_weight_B", "share_B")}
+    return GroupColumns(**(zeros | ones))
 
 
-def rows_of(columns: Columns, samples: Sequence[int]) -> Columns:
-    """Return the columns of these responses."""
+def rows_of(columns: Columns, sequences: Sequence[int]) -> Columns:
+    """Return the columns of these sequences."""
     arrays = arrays_of(columns, GroupColumns)
-    return GroupColumns(**{name: column[list(samples)] for name, column in arrays.items()})
+    return GroupColumns(**{name: column[list(sequences)] for name, column in arrays.items()})
 
 
 def log_group_expectation(logq_B: DoubleArray, group_B: Index) -> DoubleArray:

@@ -20,17 +20,18 @@ MAY_BE_NAN = ("sampler_logp_N", "teacher_logp_N")
 
 def check_inputs(batch: RankInputs, *, vocab_size: int, num_experts: int) -> None:
     """Raise ValueError naming the column when these cannot be inputs of this model."""
-    samples = len(batch.prompt_B)
+    sequences = len(batch.length_B)
     planned = sorted(index for mini in batch.plan for micro in mini for index in micro)
-    if planned != list(range(samples)):
-        raise ValueError(f"plan must name each of {samples} samples once, got {len(planned)}")
+    if planned != list(range(sequences)):
+        raise ValueError(f"plan must name each of {sequences} sequences once, got {len(planned)}")
     if not all(mini and mini[0] for mini in batch.plan):
-        raise ValueError("plan must begin each mini-batch with a micro-batch of samples")
+        raise ValueError("plan must begin each mini-batch with a micro-batch of sequences")
     if batch.update < 0 or batch.version < 0:
         raise ValueError(f"update and version must be >= 0, got {batch.update}, {batch.version}")
     # none exceeds what it is a length in: sums of larger ones could wrap around to the right one
-    for name in ("prompt_B", "response_B"):
+    for name in ("length_B", "response_B"):
         _within(name, getattr(batch, name), 1, len(batch.ids_S))
+    _check_positions(batch)
     _within("ids_S", batch.ids_S, 0, vocab_size - 1)
     if batch.experts_XLk is not None:
         _within("experts_XLk", batch.experts_XLk, 0, num_experts - 1)
@@ -58,11 +59,9 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
     outside = (batch.path_T < ends_T - batch.count_T) | (batch.path_T >= ends_T)
     if outside.any():
         raise ValueError(f"column path_T must point into its own row, token {outside.argmax()}")
-    differs = batch.ids_N[batch.path_T] != _response_ids(batch)
+    differs = batch.ids_N[batch.path_T] != batch.ids_S[_places(batch)]
     if differs.any():
-        raise ValueError(
-            f"column path_T must point to the response's own ids, token {differs.argmax()}"
-        )
+        raise ValueError(f"column path_T must point to the sampled ids, token {differs.argmax()}")
     rises = np.diff(batch.ids_N) > 0
     rises[ends_T[:-1] - 1] = True  # from one row to the next
     if not rises.all():
@@ -74,11 +73,28 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
     _not_negative("weight_N", batch.weight_N)
 
 
-def _response_ids(batch: RankBatch) -> npt.NDArray[Any]:
-    """Return `ids_S` without the prompts, int32 [T]."""
-    ends_B = np.cumsum(batch.prompt_B + batch.response_B)
-    before_B = ends_B - np.cumsum(batch.response_B)  # prompt tokens up to here
-    return batch.ids_S[np.repeat(before_B, batch.response_B) + np.arange(len(batch.path_T))]
+def _check_positions(batch: RankInputs) -> None:
+    """Raise ValueError unless sampled tokens lie in their own sequences, each once and in order."""
+    tokens = int(batch.response_B.sum())
+    if int(batch.length_B.sum()) != len(batch.ids_S) or tokens != len(batch.position_T):
+        raise ValueError(
+            f"length_B and response_B must add up to {len(batch.ids_S)} and "
+            f"{len(batch.position_T)}, got {int(batch.length_B.sum())} and {tokens}"
+        )
+    length_T = np.repeat(batch.length_B, batch.response_B)
+    outside = (batch.position_T < 1) | (batch.position_T >= length_T)
+    rises = np.diff(_places(batch), prepend=-1) > 0
+    if outside.any() or not rises.all():
+        wrong = int((outside | ~rises).argmax())
+        raise ValueError(
+            f"column position_T must rise inside a sequence, from 1 on, token {wrong} does not"
+        )
+
+
+def _places(batch: RankInputs) -> npt.NDArray[np.int64]:
+    """Return int64 [T]: where each sampled token lies in `ids_S`."""
+    start_B = np.cumsum(batch.length_B) - batch.length_B
+    return np.repeat(start_B, batch.response_B) + batch.position_T
 
 
 def _path(batch: RankBatch) -> npt.NDArray[Any]:

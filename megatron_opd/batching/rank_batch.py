@@ -20,7 +20,9 @@ from megatron_opd.records.columns import (
     RankInputs,
     RankPlan,
 )
-from megatron_opd.records.types import Rollout, Sample, SampleInputs
+from megatron_opd.records.runs import runs_fault
+from megatron_opd.records.sequences import inputs_of
+from megatron_opd.records.types import ExpertArray, GateArray, Sample, SequenceInputs
 from sglang_bridge.columns import DrawColumns, arrays_of, axis_of, dtypes
 
 ColumnsT = TypeVar("ColumnsT", bound=RankInputs)
@@ -33,9 +35,9 @@ def rank_batch(
     plan: RankPlan,
     groups: GroupColumns[DoubleArray] | None = None,
 ) -> RankBatch:
-    """Return the columns of `samples`; `plan` indexes into them. ValueError: arrays disagree.
+    """Return the columns of `samples`, of one sequence each; `plan` indexes into them.
 
-    groups: the rows of these samples; None where no reward is read.
+    groups: their rows; None where no reward is read. ValueError: arrays disagree.
     """
     groups = no_groups(len(samples)) if groups is None else groups
     for sample in samples:
@@ -62,20 +64,21 @@ def rank_batch(
 def rank_inputs(
     update: int,
     version: int,
-    samples: Sequence[SampleInputs],
+    sequences: Sequence[SequenceInputs],
     plan: RankPlan,
     groups: GroupColumns[DoubleArray],
 ) -> RankInputs:
-    """Return the columns of `samples` without their caches. ValueError: routing disagrees."""
+    """Return the columns of `sequences` without their caches. ValueError: routing disagrees."""
     inputs = RankInputs(
         update=update,
         version=version,
         plan=plan,
-        ids_S=np.concatenate([ids for s in samples for ids in (s.token_ids_P, s.response_ids_T)]),
-        prompt_B=np.array([len(s.token_ids_P) for s in samples]),
-        response_B=np.array([len(s.response_ids_T) for s in samples]),
-        experts_XLk=_joined([s.experts_XLk for s in samples], "routed experts"),
-        gates_XLk=_joined([s.gates_XLk for s in samples], "gate weights"),
+        ids_S=np.concatenate([s.ids_S for s in sequences]),
+        length_B=np.array([len(s.ids_S) for s in sequences]),
+        response_B=np.array([len(s.position_T) for s in sequences]),
+        position_T=np.concatenate([s.position_T for s in sequences]),
+        experts_XLk=_joined([s.experts_XLk for s in sequences], "routed experts"),
+        gates_XLk=_joined([s.gates_XLk for s in sequences], "gate weights"),
         **arrays_of(groups, GroupColumns),
     )
     return _typed(inputs)
@@ -107,16 +110,10 @@ def _joined(found: Sequence[np.ndarray | None], what: str) -> np.ndarray | None:
     return np.ascontiguousarray(np.concatenate(arrays))
 
 
-def inputs_of(rollout: Rollout) -> SampleInputs:
-    """Return what the model computes with."""
-    prompt_ids_P, response_ids_T = rollout.prompt.token_ids_P, rollout.response_ids_T
-    return SampleInputs(prompt_ids_P, response_ids_T, rollout.experts_XLk, rollout.gates_XLk)
-
-
-def check_inputs(uid: int, inputs: SampleInputs) -> None:
-    """Raise ValueError when a sample's routing does not fit its tokens. uid: names it."""
-    experts_XLk, gates_XLk = inputs.experts_XLk, inputs.gates_XLk
-    count = len(inputs.token_ids_P) + len(inputs.response_ids_T) - 1
+def check_inputs(
+    uid: int, count: int, experts_XLk: ExpertArray | None, gates_XLk: GateArray | None
+) -> None:
+    """Raise ValueError when the routing of a sample does not fit its `count` inputs, X."""
     if experts_XLk is not None and len(experts_XLk) != count:
         raise ValueError(
             f"sample {uid}: experts_XLk must have length {count}, got {len(experts_XLk)}"
@@ -127,12 +124,14 @@ def check_inputs(uid: int, inputs: SampleInputs) -> None:
 
 
 def check_sample(sample: Sample) -> None:
-    """Raise ValueError when a sample's cache does not fit its response."""
+    """Raise ValueError when a sample's runs or its cache do not fit its sequences."""
     rollout, draws = sample.rollout, sample.rollout.draws
-    uid, tokens, ids = rollout.prompt.uid, rollout.num_response_tokens, draws.num_ids
+    uid, ids = rollout.prompt.uid, draws.num_ids
+    fault = runs_fault([len(ids_S) for ids_S in rollout.sequences], rollout.runs)
+    if fault is not None:
+        raise ValueError(f"sample {uid}: {fault}")
+    tokens = rollout.num_response_tokens
     lengths = {
-        "token_ids_P": (min(1, len(rollout.prompt.token_ids_P)), 1),
-        "response_ids_T": (min(1, tokens), 1),
         "offsets_T1": (len(draws.offsets_T1), tokens + 1),
         "offsets_T1[-1]": (int(draws.offsets_T1[-1]), ids),
         "path_T": (len(draws.path_T), tokens),
@@ -145,4 +144,5 @@ def check_sample(sample: Sample) -> None:
     for name, (found, needed) in lengths.items():
         if found != needed:
             raise ValueError(f"sample {uid}: {name} must have length {needed}, got {found}")
-    check_inputs(uid, inputs_of(rollout))
+    count = rollout.num_tokens - len(rollout.sequences)
+    check_inputs(uid, count, rollout.experts_XLk, rollout.gates_XLk)

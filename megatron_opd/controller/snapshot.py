@@ -19,7 +19,7 @@ from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.records.types import Prompt, Rollout, Sample
 
-FORMAT = 1
+FORMAT = 2
 
 
 class GroupMember(msgspec.Struct, frozen=True):

@@ -14,6 +14,7 @@ import numpy as np
 from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.controller.snapshot import ControllerState, GroupMember
+from megatron_opd.records.runs import runs_fault
 from megatron_opd.records.types import NO_ROW, Rollout
 from sglang_bridge.columns import arrays_of, axis_of
 from sglang_bridge.protocol import DrawCache
@@ -84,12 +85,15 @@ def member_fault(member: GroupMember) -> str | None:
 
 
 def _rollout_fault(rollout: Rollout) -> str | None:
+    fault = runs_fault([len(ids_S) for ids_S in rollout.sequences], rollout.runs)
+    if fault is not None:
+        return fault
     draws, tokens = rollout.draws, rollout.num_response_tokens
     arrays = arrays_of(draws, DrawCache)
     lengths = {len(column) for name, column in arrays.items() if axis_of(name) == "N"}
     tokens_T = {len(column) for name, column in arrays.items() if axis_of(name) == "T"}
     if tokens < 1 or draws.num_tokens != tokens or tokens_T != {tokens}:
-        return f"its cache does not cover its {tokens} response tokens"
+        return f"its cache does not cover its {tokens} sampled tokens"
     starts_T, stops_T = draws.offsets_T1[:-1], draws.offsets_T1[1:]
     if starts_T[0] != 0 or bool((starts_T >= stops_T).any()) or lengths != {int(stops_T[-1])}:
         return "its rows do not match its cache"
@@ -99,10 +103,10 @@ def _rollout_fault(rollout: Rollout) -> str | None:
     covers = [(span.start, span.stop) for span in rollout.spans] == list(pairwise(edges))
     rising = all(a < b for a, b in pairwise(edges)) and edges[-1] == tokens
     if not (covers and rising and all(span.version >= 0 for span in rollout.spans)):
-        return "its version spans do not cover the response"
-    experts = rollout.experts_XLk
-    if experts is not None and len(experts) != rollout.num_tokens - 1:
-        return f"it has {rollout.num_tokens - 1} inputs and routed experts for {len(experts)}"
+        return "its version spans do not cover its sampled tokens"
+    experts, inputs = rollout.experts_XLk, rollout.num_tokens - len(rollout.sequences)
+    if experts is not None and len(experts) != inputs:
+        return f"it has {inputs} inputs and routed experts for {len(experts)}"
     gates = rollout.gates_XLk
     if gates is None:
         return None

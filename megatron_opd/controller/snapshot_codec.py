@@ -36,6 +36,13 @@ def _from_wire(kind: type[Any], value: Any) -> Any:
     return np.frombuffer(value, dtype=scalar).copy()
 
 
+class _Stated(msgspec.Struct):
+    """Reads the format alone: another one may have other fields."""
+
+    format: int
+
+
+_STATED = msgspec.msgpack.Decoder(_Stated)
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=_to_wire)
 _DECODER = msgspec.msgpack.Decoder(ControllerState, dec_hook=_from_wire)
 _MEMBER = msgspec.msgpack.Decoder(GroupMember, dec_hook=_from_wire)
@@ -48,9 +55,11 @@ def encode_state(state: ControllerState) -> bytes:
 
 def decode_state(content: bytes) -> ControllerState:
     """Decode the state. ValueError: bytes of another format, or an impossible state."""
-    state = _decoded(_DECODER, content, "a controller's state")
-    if state.format != FORMAT:
-        raise ValueError(f"a controller's state must have format {FORMAT}, got {state.format}")
+    what = "a controller's state"
+    stated = _decoded(_STATED, content, what).format
+    if stated != FORMAT:
+        raise ValueError(f"a controller's state must have format {FORMAT}, got {stated}")
+    state = _decoded(_DECODER, content, what)
     fault = state_fault(state)
     if fault is not None:
         raise ValueError(f"not a controller's state: {fault}")

@@ -26,7 +26,7 @@ from megatron_opd.data.render import Rendered, Renderer, Rendering
 from megatron_opd.data.template import use_template
 from megatron_opd.data.unread_columns import unread_columns
 from megatron_opd.models.spec import ModelSpec, read_config
-from megatron_opd.records.types import IntArray
+from megatron_opd.records.types import IntArray, OffsetArray
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,6 +53,16 @@ class Pair:
     def num_tokens(self) -> int:
         """Returns the number of prompt and response tokens together."""
         return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def ids_S(self) -> IntArray:
+        """Returns int32 [S]: prompt and response tokens."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
+    @property
+    def position_T(self) -> OffsetArray:
+        """Returns int64 [T]: where the response tokens lie."""
+        return np.arange(len(self.prompt_ids), self.num_tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -33,13 +33,13 @@ class CannotFetch(ConnectionError):
     """Reports in one line which worker does not give its samples, and why."""
 
 
-def by_address(parts: Sequence[tuple[str, str]]) -> dict[str, list[str]]:
-    """Return the keys to fetch from each worker. parts: of messages.Train."""
-    wanted: dict[str, list[str]] = {}
-    for address, key in parts:
+def by_address(parts: Sequence[tuple[str, str, int]]) -> dict[str, list[str]]:
+    """Return the keys to fetch from each worker, each once. parts: of messages.Train."""
+    wanted: dict[str, dict[str, None]] = {}
+    for address, key, _ in parts:
         if address:
-            wanted.setdefault(address, []).append(key)
-    return wanted
+            wanted.setdefault(address, {})[key] = None
+    return {address: list(keys) for address, keys in wanted.items()}
 
 
 def asked_key(
@@ -51,7 +51,7 @@ def asked_key(
     for, or is not whole.
     """
     key = bytes(name).decode("utf-8", "replace")
-    if key not in missing or len(frames) != FRAMES:
+    if key not in missing or not frames or len(frames) % FRAMES:
         raise CannotFetch(f"{address} does not hold sample {one_line(key)}")
     missing.remove(key)
     return key

@@ -35,14 +35,17 @@ def fetched_fault(found: HeldRollout | HeldSample, member: GroupMember) -> str |
     elif isinstance(found, HeldSample) and shape is None:
         return "scores that nobody asked for"
     rollout = sample.rollout
-    if not np.array_equal(rollout.prompt.token_ids_P, held.prompt.token_ids_P):
+    told_S = held.prompt.token_ids_P
+    if not np.array_equal(rollout.sequences[0][: rollout.runs[0].start], told_S):
         return "the response to another prompt"
     figures = (rollout.num_response_tokens, rollout.spans, rollout.finish_reason)
     if figures != (held.num_response_tokens, held.spans, held.finish_reason):
         return "another response than it said"
-    mean = rollout.geometric_logp
-    if not math.isclose(mean, held.geometric_logp, rel_tol=CLOSE, abs_tol=CLOSE):
-        return f"a mean log-prob of {mean}, it said {held.geometric_logp}"
+    if len(rollout.sequences) != 1:
+        return f"{len(rollout.sequences)} sequences of a response"
+    (mean,), (told,) = rollout.geometric_logps, held.geometric_logps
+    if not math.isclose(mean, told, rel_tol=CLOSE, abs_tol=CLOSE):
+        return f"a mean log-prob of {mean}, it said {told}"
     # a rollout may have been scored since, by a teacher that selects ids of its own
     scored_since = member.sample is not None and shape is None
     if not scored_since and rollout.num_ids != held.num_ids:

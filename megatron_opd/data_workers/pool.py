@@ -54,6 +54,7 @@ from megatron_opd.records.types import (
     RightAnswer,
     Rollout,
     Sample,
+    SequenceSize,
     VersionSpan,
 )
 from megatron_opd.rollout.score_requests import TeacherAsk
@@ -159,14 +160,14 @@ class WorkerPool:
             raise
         self.release([prompt.uid])
         self._held[prompt.uid] = worker, request.rid
+        prompt_tokens = len(prompt.token_ids_P)
         return HeldRollout(
             prompt=prompt,
             worker=worker.name,
             key=request.rid,
-            num_response_tokens=answer.tokens,
-            num_ids=answer.ids,
+            sizes=(SequenceSize(prompt_tokens + answer.tokens, answer.tokens, answer.ids),),
             cache=answer.size,
-            geometric_logp=answer.geometric_logp,
+            geometric_logps=(answer.geometric_logp,),
             spans=tuple(VersionSpan(*span) for span in answer.spans),
             finish_reason=answer.finish_reason,
             started_s=started_s,
@@ -206,7 +207,9 @@ class WorkerPool:
         work = self.connections.call(worker, order, ScoredCall, fault)
         answer = await self._deadlines(client).within(rid, work)
         if (answer.ids, answer.size) != (rollout.num_ids, rollout.cache):  # the teacher selected
-            rollout = msgspec.structs.replace(rollout, num_ids=answer.ids, cache=answer.size)
+            (size,) = rollout.sizes
+            size = msgspec.structs.replace(size, ids=answer.ids)
+            rollout = msgspec.structs.replace(rollout, sizes=(size,), cache=answer.size)
         return rollout, answer.shape
 
     # ------------------------------------------------------------ what is held

@@ -79,7 +79,7 @@ class WorkerStore:
             tokens=rollout.num_response_tokens,
             ids=rollout.num_ids,
             size=unscored(rollout).cache,
-            geometric_logp=rollout.geometric_logp,
+            geometric_logp=rollout.geometric_logps[0],
             spans=list(reply.spans),
             finish_reason=reply.finish_reason,
         )

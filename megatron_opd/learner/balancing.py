@@ -64,7 +64,7 @@ class Balancing:
                     module.calculate_per_token_loss = False
         return cls(settings, kinds, tuple(map(float, values)), z, moe_layers)
 
-    def weigh(self, count: int, micros: int, fillers: int) -> int:
+    def weigh(self, count: float, micros: int, fillers: int) -> int:
         """Set the weights of a mini-batch. Collective over data-parallel ranks.
 
         count: this rank's part of what the policy loss is divided by. micros: its micro-batches,

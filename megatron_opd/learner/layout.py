@@ -1,9 +1,10 @@
-"""Turns samples into the packed positions of one rank.
+"""Turns sequences into the packed positions of one rank.
 
 Invariant: with context parallelism every segment is a multiple of 2 * cp; what a rank holds is cut
 by sequence parallelism into tp equal parts, and each part is a multiple of `rank_multiple`.
 
-Axes: S packed positions, s those of this rank, T response tokens, t those predicted on this rank.
+Axes: S packed positions (of one sequence: its tokens), s those of this rank, T sampled tokens, t
+those predicted on this rank.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from megatron_opd.losses.host import sent
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Holds a micro-batch's packed inputs and the positions that predict its response tokens.
+    """Holds a micro-batch's packed inputs and the positions that predict its sampled tokens.
 
     ids_1s: int64 [1, s]. packing: what the layers need to know of the segments. logit_row_t:
-    position, among s, of row P - 1 + t of its sample, which predicts response token t. token_t:
-    int64, that token's index in T, on the host. num_tokens: T. total_tokens: S. source_s: int64,
-    which of the samples' inputs (P + T - 1 each, one sample after another) each position holds; -1:
-    filler. filler_1s: bool, positions that hold no token of a sample. is_filler: no position does,
-    see PackLayout.filler.
+    position, among s, before that of sampled token t, which it predicts. token_t: int64, that
+    token's index in T, on the host. num_tokens: T. total_tokens: S. source_s: int64, which of the
+    sequences' inputs (all tokens but the last, one sequence after another) each position holds; -1:
+    filler. filler_1s: bool, positions that hold no token of a sequence. is_filler: no position
+    does, see PackLayout.filler.
     """
 
     ids_1s: torch.Tensor
@@ -75,24 +76,24 @@ class PackLayout:
         ranks = self.tp * self.cp
         return math.lcm(self.segment_multiple * self.tp, ranks * self.rank_multiple)
 
-    def pack(self, prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray]) -> PackedRows:
-        """Concatenate samples; the last response token is predicted but never an input.
+    def pack(self, sequences: Sequence[np.ndarray], positions: Sequence[np.ndarray]) -> PackedRows:
+        """Concatenate sequences, without their last tokens, which are predicted but never inputs.
 
+        sequences: int [S] each. positions: of their sampled tokens, int64 [T] each, from 1 on.
         ValueError: more than fixed_tokens.
         """
-        pairs = list(zip(prompts, responses, strict=True))
-        real = [len(p) + len(r) - 1 for p, r in pairs]
+        real = [len(ids_S) - 1 for ids_S in sequences]
         lengths = [up_to(length, self.segment_multiple) for length in real]
         starts = np.cumsum([0, *lengths])
         row_T = np.concatenate(
-            [np.arange(len(r)) + (s + len(p) - 1) for s, (p, r) in zip(starts, pairs, strict=False)]
+            [at_T + (start - 1) for start, at_T in zip(starts[:-1], positions, strict=True)]
         )
         filler = self._filler(lengths)
         ids_S = np.zeros(int(starts[-1]) + sum(filler), dtype=np.int64)
         source_S = np.full(len(ids_S), -1)
         before = np.cumsum([0, *real])
-        for start, length, first, (p, r) in zip(starts, real, before, pairs, strict=False):
-            ids_S[start : start + length] = np.concatenate([p, r[:-1]])
+        for start, length, first, own_S in zip(starts, real, before, sequences, strict=False):
+            ids_S[start : start + length] = own_S[:-1]
             source_S[start : start + length] = np.arange(first, first + length)
         lengths += filler
         share_s = share_of(lengths, self.cp, self.cp_rank)
@@ -111,12 +112,12 @@ class PackLayout:
         )
 
     def filler(self) -> PackedRows:
-        """Return as few positions as a micro-batch may have, none of them of a sample.
+        """Return as few positions as a micro-batch may have, none of them of a sequence.
 
         One of them predicts a token all the same: the head's weights must get a gradient, if of
         zero, as gradients that are sent while a mini-batch is computed wait for every weight's.
         """
-        rows = self.pack([np.zeros(1, np.int64)], [np.zeros(1, np.int64)])
+        rows = self.pack([np.zeros(2, np.int64)], [np.ones(1, np.int64)])
         none_s = np.full_like(rows.source_s, -1)
         everywhere_1s = torch.ones_like(rows.filler_1s)
         return replace(rows, source_s=none_s, filler_1s=everywhere_1s, is_filler=True)

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -55,6 +55,8 @@ from megatron_opd.models.spec import read_model_spec
 from megatron_opd.records.columns import RankInputs
 from megatron_opd.sizing.flops import PEAK_BF16_TFLOPS, Work, mfu, train_flops
 from megatron_opd.transport.messages import LearnerInfo, Replay, Scores, UpdateMetrics
+
+NumberT = TypeVar("NumberT", int, float)
 
 
 class NotFinite(RuntimeError):
@@ -175,7 +177,7 @@ class MegatronLearner:
             if index == 0 and bound is not None:
                 run = partial(_bounded, run, bound)
             steps.append(self._step(run, lr, count, micros))
-        samples = self._sum_over_data(len(batch.prompt_B))
+        samples = round(self._sum_over_data(float(batch.share_B.sum())))
         metrics = self._metrics(batch.update, lr, steps, samples, start, free)
         return self._with_speed(metrics, batch)
 
@@ -274,7 +276,7 @@ class MegatronLearner:
         self,
         forward_backward: Callable[[World], Totals],
         lr: float,
-        count: int,
+        count: float,
         micros: Sequence[SftMicro | DistilMicro],
     ) -> StepResult:
         """Make one step. count: this rank's part of the loss's count. micros: its micro-batches."""
@@ -298,20 +300,23 @@ class MegatronLearner:
         ended = time.perf_counter()
         return StepResult(totals, float(norm), balancing, middle - started, ended - middle)
 
-    def _sum_over_data(self, value: int) -> int:
-        """Sum over data-parallel ranks; ranks that share samples count once."""
+    def _sum_over_data(self, value: NumberT) -> NumberT:
+        """Sum over data-parallel ranks; ranks that share sequences count once."""
         if self.world.size == 1:
             return value
-        count = torch.full((), value * self.world.is_head, device=self.world.device)
+        own, kind = value * self.world.is_head, type(value)
+        dtype = torch.float64 if kind is float else torch.int64
+        count = torch.full((), own, dtype=dtype, device=self.world.device)
         dist.all_reduce(count)
-        return int(count)
+        return kind(count)
 
     def _with_speed(self, metrics: UpdateMetrics, batch: RankInputs) -> UpdateMetrics:
         """Add the update's model FLOPs (sizing/flops.py) over the time of its optimizer steps.
 
         Other forward passes (learner/passes.py) count neither as FLOPs nor as time.
         """
-        lengths = zip(batch.prompt_B.tolist(), batch.response_B.tolist(), strict=True)
+        given_B = batch.length_B - batch.response_B
+        lengths = zip(given_B.tolist(), batch.response_B.tolist(), strict=True)
         # In millions: those of a big batch are no int64.
         mflops = self._sum_over_data(
             train_flops(self.spec, Work.of(lengths, self.spec.window)) // 10**6
@@ -409,9 +414,9 @@ def _bounded(run: Callable[[World], Totals], bound: Bound, world: World) -> Tota
     return totals
 
 
-def _count_of_mini(batch: RankInputs, mini: int, estimator: Estimator) -> int:
+def _count_of_mini(batch: RankInputs, mini: int, estimator: Estimator) -> float:
     """Return this rank's part of what the loss of a mini-batch is divided by."""
-    samples = [index for micro in batch.plan[mini] for index in micro]
-    read_B: Any = read_by_any(estimator, batch)[samples]
-    tokens = int(batch.response_B[samples][read_B].sum())
-    return count_of(estimator.reduction, tokens, int(read_B.sum()))
+    sequences = [index for micro in batch.plan[mini] for index in micro]
+    read_B: Any = read_by_any(estimator, batch)[sequences]
+    tokens = int(batch.response_B[sequences][read_B].sum())
+    return count_of(estimator.reduction, tokens, float(batch.share_B[sequences][read_B].sum()))

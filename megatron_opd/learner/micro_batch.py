@@ -1,6 +1,6 @@
 """Turns micro-batches into tensors.
 
-Axes: T response tokens, N cached (token, action) pairs of the micro-batch. With context parallelism
+Axes: T sampled tokens, N cached (token, action) pairs of the micro-batch. With context parallelism
 every rank holds all of them: the loss is computed whole on each.
 """
 
@@ -78,11 +78,12 @@ class DistilMicro:
 
 
 def sft_micro(
-    prompts: Sequence[np.ndarray], responses: Sequence[np.ndarray], layout: PackLayout
+    sequences: Sequence[np.ndarray], positions: Sequence[np.ndarray], layout: PackLayout
 ) -> SftMicro:
-    """Make a supervised micro-batch; without samples a filler."""
-    rows = layout.pack(prompts, responses) if prompts else layout.filler()
-    response_T = np.concatenate([np.zeros(0), *responses]).astype(np.int64)
+    """Make a supervised micro-batch; without sequences a filler. Arguments: see PackLayout.pack."""
+    rows = layout.pack(sequences, positions) if sequences else layout.filler()
+    trained = [ids_S[at_T] for ids_S, at_T in zip(sequences, positions, strict=True)]
+    response_T = np.concatenate([np.zeros(0), *trained]).astype(np.int64)
     return SftMicro(rows, sent(response_T, layout.device))
 
 
@@ -93,33 +94,29 @@ def distil_micros(
 
     Without a draw cache where the batch has none, and in fillers. routing: has checked the batch.
     """
-    token_end = np.cumsum(batch.prompt_B + batch.response_B)
+    ids = np.split(batch.ids_S, np.cumsum(batch.length_B)[:-1])
+    positions = np.split(batch.position_T, np.cumsum(batch.response_B)[:-1])
     micros: list[DistilMicro] = []
-    for samples in batch.plan[mini]:
-        prompts, responses = [], []
-        for b in samples:
-            prompt, response = int(batch.prompt_B[b]), int(batch.response_B[b])
-            ids = batch.ids_S[token_end[b] - prompt - response : token_end[b]]
-            prompts.append(ids[:prompt])
-            responses.append(ids[prompt:])
-        rows = layout.pack(prompts, responses) if samples else layout.filler()
+    for sequences in batch.plan[mini]:
+        own = [ids[b] for b in sequences], [positions[b] for b in sequences]
+        rows = layout.pack(*own) if sequences else layout.filler()
         if routing is not None:
             rows.packing.routing = routing.micro(
-                batch.experts_of(samples), batch.gates_of(samples), rows.source_s
+                batch.experts_of(sequences), batch.gates_of(sequences), rows.source_s
             )
         held = None
-        if samples and isinstance(batch, RankBatch):
-            held = _micro_cache(batch, samples, layout.device)
+        if sequences and isinstance(batch, RankBatch):
+            held = _micro_cache(batch, sequences, layout.device)
         micros.append(DistilMicro(rows, held))
     return micros
 
 
-def _micro_cache(batch: RankBatch, samples: Sequence[int], device: torch.device) -> MicroCache:
+def _micro_cache(batch: RankBatch, sequences: Sequence[int], device: torch.device) -> MicroCache:
     t_end = np.cumsum(batch.response_B)
     n_end_T = np.cumsum(batch.count_T)
     t_parts, n_parts, path_parts = [], [], []
     n_before = 0
-    for b in samples:
+    for b in sequences:
         t = np.arange(t_end[b] - batch.response_B[b], t_end[b])
         first, last = int(n_end_T[t[0]] - batch.count_T[t[0]]), int(n_end_T[t[-1]])
         t_parts.append(t)
@@ -128,7 +125,7 @@ def _micro_cache(batch: RankBatch, samples: Sequence[int], device: torch.device)
         n_before += last - first
     t_index, n_index = np.concatenate(t_parts), np.concatenate(n_parts)
     lengths = [len(t) for t in t_parts]
-    index = {"B": samples, "T": t_index, "N": n_index}
+    index = {"B": sequences, "T": t_index, "N": n_index}
     columns = {
         name: column[index[axis_of(name)]] for name, column in arrays_of(batch, LossColumns).items()
     }
@@ -136,7 +133,7 @@ def _micro_cache(batch: RankBatch, samples: Sequence[int], device: torch.device)
         columns,
         row_N=np.repeat(np.arange(len(t_index)), batch.count_T[t_index]),
         path_T=np.concatenate(path_parts),
-        sample_T=np.repeat(np.arange(len(samples)), lengths),
+        sample_T=np.repeat(np.arange(len(sequences)), lengths),
     )
     draws = Unscored(
         **{name: sent(column, device) for name, column in columns.items()},

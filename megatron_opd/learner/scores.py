@@ -1,6 +1,6 @@
 """Joins what the data-parallel ranks computed of their shares of a batch, on every rank.
 
-Axes: T response tokens, of a micro-batch, a share or all shares end to end.
+Axes: T sampled tokens, of a micro-batch, a share or all shares end to end.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megatron_opd.records.types import FloatArray
 
 
 def whole_batch(found: Sequence[torch.Tensor], batch: RankInputs, world: World) -> FloatArray:
-    """Return float32 [T]: the shares of all data-parallel ranks, each in its samples' order.
+    """Return float32 [T]: the shares of all data-parallel ranks, each in its sequences' order.
 
     found: [T] of each micro-batch of this rank's share, in the plan's order; read on the ranks that
     count alone (World.counts), of which each share has one. Collective.
@@ -40,8 +40,8 @@ def whole_batch(found: Sequence[torch.Tensor], batch: RankInputs, world: World) 
 def share_order(batch: RankInputs) -> np.ndarray:
     """Return int64 [T]: where each token of the micro-batches, end to end, stands in its share."""
     end_B = np.cumsum(batch.response_B)
-    samples = [index for micro in batch.plan[0] for index in micro]
-    return np.concatenate([np.arange(end_B[b] - batch.response_B[b], end_B[b]) for b in samples])
+    sequences = [index for micro in batch.plan[0] for index in micro]
+    return np.concatenate([np.arange(end_B[b] - batch.response_B[b], end_B[b]) for b in sequences])
 
 
 def _sum_over(values: torch.Tensor, world: World) -> None:

@@ -37,12 +37,12 @@ def rank_micros(
     batch: list[Pair], learner: MegatronLearner, config: LearnerConfig
 ) -> Iterator[list[SftMicro]]:
     """Yield this rank's micro-batches, a list for every mini-batch."""
-    plan = learner_plan([pair.num_tokens for pair in batch], config)
+    plan = learner_plan([[pair.num_tokens] for pair in batch], config)
     for ranks in plan:
         yield [
             sft_micro(
-                [batch[index].prompt_ids for index in micro],
-                [batch[index].response_ids for index in micro],
+                [batch[index].ids_S for index in micro],
+                [batch[index].position_T for index in micro],
                 learner.layout,
             )
             for micro in ranks[learner.world.data_rank]

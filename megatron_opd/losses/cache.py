@@ -1,6 +1,6 @@
 """Holds the log-probs a loss is a function of. Everything is float64 from here on: N is small.
 
-Axes: T response tokens, N (token, cached action) pairs, B responses.
+Axes: T sampled tokens, N (token, cached action) pairs, B responses: one for each sequence.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Unscored(LossColumns[torch.Tensor, torch.Tensor]):
         """Returns what decides which responses and pairs are read."""
         if self.host is not None:
             return self.host
-        names = ("weight_N", "teacher_logp_N", "reward_weight_B", "teacher_weight_B")
+        names = ("weight_N", "teacher_logp_N", "reward_weight_B", "teacher_weight_B", "share_B")
         return HostColumns.of(
             {name: getattr(self, name).cpu().numpy() for name in names},
             row_N=self.row_N.cpu().numpy(),

@@ -4,7 +4,7 @@ Which responses a term reads, and which of their pairs, follows from the batch a
 device for it (a mask as an index, `nonzero`, `bool`) would wait for all work queued there, once a
 question. The same answer from numpy costs a copy that the device makes when it gets there.
 
-Axes: T response tokens, N (token, cached action) pairs, B responses.
+Axes: T sampled tokens, N (token, cached action) pairs, B sequences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class HostColumns:
     """Holds those columns of losses.cache.Unscored that choose what is read, and what is chosen.
 
     row_N, path_T, sample_T: as there. chosen_N: the pairs that the support selected and the teacher
-    does not exclude. reward_weight_B, teacher_weight_B: see losses/weights.py.
+    does not exclude. reward_weight_B, teacher_weight_B, share_B: see columns.GroupColumns.
     """
 
     row_N: Index
@@ -35,6 +35,7 @@ class HostColumns:
     chosen_N: Bools
     reward_weight_B: npt.NDArray[np.float64]
     teacher_weight_B: npt.NDArray[np.float64]
+    share_B: npt.NDArray[np.float64]
 
     @classmethod
     def of(
@@ -48,6 +49,7 @@ class HostColumns:
             chosen_N=(columns["weight_N"] > 0) & (columns["teacher_logp_N"] != -np.inf),
             reward_weight_B=columns["reward_weight_B"],
             teacher_weight_B=columns["teacher_weight_B"],
+            share_B=columns["share_B"],
         )
 
     def part(self, kept_B: Bools) -> tuple[dict[str, Index], HostColumns]:
@@ -66,6 +68,7 @@ class HostColumns:
             chosen_N=self.chosen_N[kept_N],
             reward_weight_B=self.reward_weight_B[kept_B],
             teacher_weight_B=self.teacher_weight_B[kept_B],
+            share_B=self.share_B[kept_B],
         )
 
 

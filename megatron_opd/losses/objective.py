@@ -32,7 +32,7 @@ class Evaluation:
     """
 
     loss_sum: torch.Tensor
-    count: int
+    count: float
     sums: dict[str, torch.Tensor]
     terms: tuple[TermLoss, ...]
 

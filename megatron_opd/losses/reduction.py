@@ -26,8 +26,8 @@ def by_token(config: TokenReduction, loss_T: torch.Tensor, cache: Cache) -> torc
 
 
 def by_sequence(config: SequenceReduction, loss_T: torch.Tensor, cache: Cache) -> torch.Tensor:
-    """Sum over responses the mean of each."""
-    return cache.over_responses(loss_T, mean=True).sum()
+    """Sum over samples the mean of each; one of several sequences is the sum of their shares."""
+    return (cache.over_responses(loss_T, mean=True) * cache.share_B).sum()
 
 
 def by_constant(config: FixedReduction, loss_T: torch.Tensor, cache: Cache) -> torch.Tensor:
@@ -47,8 +47,8 @@ def reduced(config: ReductionConfig, loss_T: torch.Tensor, cache: Cache) -> torc
     return REDUCTIONS[type(config)](config, loss_T, cache)
 
 
-def count_of(config: ReductionConfig, num_tokens: int, num_samples: int) -> int:
-    """Return what a reduction counts: response tokens, or responses.
+def count_of(config: ReductionConfig, num_tokens: int, num_samples: float) -> float:
+    """Return what a reduction counts: sampled tokens, or samples, of which parts may be counted.
 
     Both without those that no term reads (losses/weights.py).
     """

@@ -45,11 +45,11 @@ def read_by_any(estimator: Estimator, groups: ResponseWeights[Array]) -> Array:
     return reduce(or_, [weight_of(o, groups) > 0 for o in estimator.objectives])
 
 
-def counted(estimator: Estimator, draws: Unscored) -> tuple[int, int]:
-    """Return the response tokens and the responses that the loss's mean is over."""
+def counted(estimator: Estimator, draws: Unscored) -> tuple[int, float]:
+    """Return the sampled tokens and the samples, or parts of them, that the loss's mean is over."""
     host = draws.on_host
-    read_B = read_by_any(estimator, host)
-    return int(read_B[host.sample_T].sum()), int(read_B.sum())
+    read_B: Any = read_by_any(estimator, host)
+    return int(read_B[host.sample_T].sum()), float(host.share_B[read_B].sum())
 
 
 def taught(estimator: Estimator, cache: Cache) -> Cache:

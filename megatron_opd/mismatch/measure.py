@@ -20,6 +20,7 @@ from megatron_opd.batching.shares import Share, scoring_shares
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.mismatch import Comparison, compare
+from megatron_opd.records.sequences import rollouts_by_sequence
 from megatron_opd.records.types import (
     AnyRollout,
     FloatArray,
@@ -184,16 +185,17 @@ async def prefill_logp(
     backoff = Backoff(config.scoring.attempts)
 
     async def scored(rollout: Rollout) -> FloatArray:
-        request = score_request(
-            f"mismatch-prefill-{rollout.prompt.uid}",
-            rollout.prompt.token_ids_P,
-            rollout.response_ids_T,
-            rollout.draws,
-            temperature=config.rollout.temperature,
-            exact=True,  # differences of 1e-6 are measured
-        )
-        reply = await retried(lambda _: fleet.score(request), backoff)
-        return reply.logp_N[rollout.draws.path_T]
+        found: list[FloatArray] = []
+        for number, part in enumerate(rollouts_by_sequence(rollout)):
+            request = score_request(
+                f"mismatch-prefill-{rollout.prompt.uid}-{number}",
+                part,
+                temperature=config.rollout.temperature,
+                exact=True,  # differences of 1e-6 are measured
+            )
+            reply = await retried(lambda _, request=request: fleet.score(request), backoff)
+            found.append(reply.logp_N[part.draws.path_T])
+        return np.concatenate(found)
 
     return await _each(rollouts, scored, config.rollout.concurrency)
 

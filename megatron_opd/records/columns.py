@@ -1,7 +1,8 @@
 """Declares every column of a learner's batch, once: its name, its axis, its type, what it means.
 
-A name ends in its axis: B samples, T response tokens, N cached (token, id) pairs, S prompt and
-response tokens; each runs sample by sample. The type of a field is that of its numbers. The wire
+A name ends in its axis: B sequences, T sampled tokens, N cached (token, id) pairs, S given and
+sampled tokens; each runs sequence by sequence. A sample is one sequence, or several
+(records/runs.py). The type of a field is that of its numbers. The wire
 (transport/frames.py), the checks of what arrives, the cut into micro-batches
 (learner/micro_batch.py) and the loss's own cache (losses/cache.py) loop over what is declared here
 and name no column that they only pass on.
@@ -23,7 +24,7 @@ from sglang_bridge.columns import DrawColumns, Float32s, Float64s, dtypes
 
 DoubleArray = npt.NDArray[np.float64]
 RankPlan = list[list[list[int]]]
-"""One data-parallel rank's micro-batches, as sample indices, listed by mini-batch.
+"""One data-parallel rank's micro-batches, as indices of sequences, listed by mini-batch.
 
 An empty one is a filler: the rank computes it because others compute one of theirs.
 """
@@ -31,12 +32,13 @@ An empty one is a filler: the rank computes it because others compute one of the
 
 @dataclass(frozen=True, kw_only=True)
 class GroupColumns(Generic[Float64s]):
-    """Holds what the samples of a group decide together; see batching/advantages.py.
+    """Holds what a sample as a whole, and its group, decide; see batching/advantages.py.
 
     advantage_B: 0 when no reward is read. group_log_q_B: log of GEPO's Eq. 11, 0 when unused.
     defensive_B: in [0, 1], eps of GEPO's Eq. 15, 0 when unused. reward_weight_B, teacher_weight_B:
-    multiply the terms from rewards, and the other terms, on this response; >= 0, and 0 leaves it
-    out (losses/weights.py).
+    multiply the terms from rewards, and the other terms, on this sequence; >= 0, and 0 leaves it
+    out (losses/weights.py). share_B: the part of its sample's sampled tokens that this sequence
+    holds, in (0, 1]; those of a sample add up to 1.
     """
 
     advantage_B: Float64s
@@ -44,6 +46,7 @@ class GroupColumns(Generic[Float64s]):
     defensive_B: Float64s
     reward_weight_B: Float64s
     teacher_weight_B: Float64s
+    share_B: Float64s
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,43 +63,45 @@ class LossColumns(DrawColumns[Float32s], GroupColumns[Float64s]):
 class RankInputs(GroupColumns[DoubleArray]):
     """Holds what every rank reads of its share: the model's inputs, and what groups decide.
 
-    update: 0-based; version: the learner's when it trains. ids_S: prompt and response tokens.
-    prompt_B, response_B: how many of them. experts_XLk, gates_XLk: those of types.Rollout, of all
-    samples, in the layers of this rank; None where they have none, or this rank reads none.
+    update: 0-based; version: the learner's when it trains. ids_S: given and sampled tokens.
+    length_B: how many of both; response_B: how many were sampled. position_T: where each sampled
+    token lies in its sequence. experts_XLk, gates_XLk: those of types.Rollout, of all sequences, in
+    the layers of this rank; None where they have none, or this rank reads none.
     """
 
     update: int
     version: int
     plan: RankPlan
     ids_S: IntArray
-    prompt_B: OffsetArray
+    length_B: OffsetArray
     response_B: OffsetArray
+    position_T: OffsetArray
     experts_XLk: ExpertArray | None = None
     gates_XLk: GateArray | None = None
 
-    def experts_of(self, samples: Sequence[int]) -> ExpertArray | None:
-        """Return the routed experts of these samples, end to end."""
+    def experts_of(self, sequences: Sequence[int]) -> ExpertArray | None:
+        """Return the routed experts of these sequences, end to end."""
         if self.experts_XLk is None:
             return None
-        return self.experts_XLk[self._inputs_of(samples)]
+        return self.experts_XLk[self._inputs_of(sequences)]
 
-    def gates_of(self, samples: Sequence[int]) -> GateArray | None:
+    def gates_of(self, sequences: Sequence[int]) -> GateArray | None:
         """Return the weights of their experts, end to end."""
         if self.gates_XLk is None:
             return None
-        return self.gates_XLk[self._inputs_of(samples)]
+        return self.gates_XLk[self._inputs_of(sequences)]
 
-    def _inputs_of(self, samples: Sequence[int]) -> OffsetArray:
-        end_B = np.cumsum(self.prompt_B + self.response_B - 1)
+    def _inputs_of(self, sequences: Sequence[int]) -> OffsetArray:
+        end_B = np.cumsum(self.length_B - 1)
         start_B = np.concatenate([[0], end_B[:-1]])
         return np.concatenate(
-            [np.zeros(0, np.int64), *(np.arange(start_B[b], end_B[b]) for b in samples)]
+            [np.zeros(0, np.int64), *(np.arange(start_B[b], end_B[b]) for b in sequences)]
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankBatch(RankInputs, LossColumns[FloatArray, DoubleArray]):
-    """Holds one data-parallel rank's samples as columns, those of the draw cache too.
+    """Holds one data-parallel rank's sequences as columns, those of the draw cache too.
 
     Of a pipeline's ranks only the last stage's have one: the others compute no loss. count_T:
     cached ids of the token. ids_N: rising inside a row. path_T: index into N of the id that

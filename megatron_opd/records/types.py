@@ -2,9 +2,11 @@
 
 Frozen: a stage returns a new record and never edits the one it was given.
 
-Axes, as name suffixes: T response tokens of one sample, N flattened (token, cached action) pairs, P
-prompt tokens. The draw cache is the bridge's own record, as the server's reply was parsed into it.
-Torch-free, so that the controller and its tests need no deep-learning stack.
+Axes, as name suffixes: T sampled tokens of one sample, N flattened (token, cached action) pairs, P
+prompt tokens, S tokens of one sequence (records/runs.py), X inputs of the model: all tokens of a
+sequence but its last, sequence by sequence. The draw cache is the bridge's own record, as the
+server's reply was parsed into it. Torch-free, so that the controller and its tests need no
+deep-learning stack.
 
 Arrays may be in another process than the controller, a data worker's (megatron_opd/data_workers/).
 HeldRollout and HeldSample stand for them then: what the controller and its observers read.
@@ -15,12 +17,14 @@ takes ten times as long to make, and the garbage collector walks it.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any, Protocol
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from megatron_opd.records.runs import SampledRun
 from megatron_opd.records.sample_figures import CacheSize, ScoreShape
 from sglang_bridge.columns import arrays_of
 from sglang_bridge.protocol import DrawCache
@@ -66,28 +70,38 @@ class Prompt:
 
 
 class VersionSpan(msgspec.Struct, frozen=True, gc=False):
-    """Says that response tokens [start, stop) were sampled by weight version `version`."""
+    """Says that sampled tokens [start, stop) came from weight version `version`."""
 
     version: int
     start: int
     stop: int
 
 
+class SequenceSize(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """Says how large a sequence is: its tokens, those that were sampled, its cached ids."""
+
+    tokens: int
+    sampled: int
+    ids: int
+
+
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """Holds one student completion with its draw cache.
+    """Holds one trajectory of the student with its draw cache; a completion is one of one turn.
 
-    response_ids_T: int32 [T], the end-of-sequence token included when it was sampled. spans: cover
-    [0, T), versions rise. started_s, finished_s: monotonic clock. finish_reason: see
-    sglang_bridge.protocol. restarts: earlier tries whose connection was lost. experts_XLk: uint8 or
-    uint16 [P + T - 1, layers with experts, experts a token], the experts that each input of the
-    model visited when it was last computed in the fleet; None unless asked for. gates_XLk: float32,
-    the weights that these experts' outputs were multiplied with then, in the same order; None
-    unless asked for.
+    sequences: int32 [S] each, given and sampled tokens; the end-of-sequence token is included when
+    it was sampled. runs: which of them were sampled, see records/runs.py. spans: cover [0, T);
+    versions rise inside a run. finish_reason: of the last turn, see sglang_bridge.protocol.
+    started_s, finished_s: monotonic clock. restarts: earlier tries whose connection was lost.
+    experts_XLk: uint8 or uint16 [X, layers with experts, experts a token], the experts that each
+    input of the model visited when it was last computed in the fleet; None unless asked for.
+    gates_XLk: float32, the weights that these experts' outputs were multiplied with then, in the
+    same order; None unless asked for.
     """
 
     prompt: Prompt
-    response_ids_T: IntArray
+    sequences: tuple[IntArray, ...]
+    runs: tuple[SampledRun, ...]
     draws: DrawCache
     spans: tuple[VersionSpan, ...]
     finish_reason: str
@@ -99,14 +113,24 @@ class Rollout:
     gates_XLk: GateArray | None = None
 
     @property
+    def response_ids_T(self) -> IntArray:
+        """Returns int32 [T]: the sampled tokens."""
+        if len(self.runs) == 1:  # a view: for every sample, more than once
+            run = self.runs[0]
+            return self.sequences[0][run.start : run.stop]
+        return np.concatenate(
+            [self.sequences[run.sequence][run.start : run.stop] for run in self.runs]
+        )
+
+    @property
     def num_response_tokens(self) -> int:
-        """Returns the number of response tokens, T."""
-        return len(self.response_ids_T)
+        """Returns the number of sampled tokens, T."""
+        return sum([run.num_tokens for run in self.runs])
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of prompt and response tokens, P + T."""
-        return len(self.prompt.token_ids_P) + len(self.response_ids_T)
+        """Returns the number of tokens of all sequences, given ones included."""
+        return sum([len(ids_S) for ids_S in self.sequences])
 
     @property
     def num_ids(self) -> int:
@@ -114,23 +138,37 @@ class Rollout:
         return self.draws.num_ids
 
     @property
+    def sizes(self) -> tuple[SequenceSize, ...]:
+        """Returns the size of every sequence."""
+        offsets_T1 = self.draws.offsets_T1
+        found: list[SequenceSize] = []
+        first = 0
+        for sequence, ids_S in enumerate(self.sequences):
+            runs = [run for run in self.runs if run.sequence == sequence]
+            last = first + sum([run.num_tokens for run in runs])
+            cached = int(offsets_T1[last] - offsets_T1[first])
+            found.append(SequenceSize(len(ids_S), last - first, cached))
+            first = last
+        return tuple(found)
+
+    @property
     def oldest_version(self) -> int:
         """Returns the version that sampled the stalest token."""
         return min([span.version for span in self.spans])  # for every sample, more than once
 
     @property
-    def geometric_logp(self) -> float:
-        """Returns the mean over T of the path's sampler_logp in nats, 0 for an empty response.
+    def geometric_logps(self) -> tuple[float, ...]:
+        """Returns the mean sampler_logp of each sequence's sampled tokens, in nats.
 
         It is the log of GEPO's Eq. 9. The log of the product itself reaches -1e5 for 30,000 tokens;
         it is never exponentiated.
         """
-        if self.draws.num_tokens == 0:
-            return 0.0
-        return float(self.draws.sampler_logp_N[self.draws.path_T].astype(np.float64).mean())
+        logp_T = self.draws.sampler_logp_N[self.draws.path_T].astype(np.float64)
+        ends = list(accumulate(size.sampled for size in self.sizes))
+        return tuple(float(part.mean()) for part in np.split(logp_T, ends[:-1]))
 
     def versions_T(self) -> IntArray:
-        """Return int32 [T]: the weight version that sampled each response token."""
+        """Return int32 [T]: the weight version that sampled each token."""
         versions_T = np.empty(self.num_response_tokens, dtype=np.int32)
         for span in self.spans:
             versions_T[span.start : span.stop] = span.version
@@ -138,11 +176,15 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
-class SampleInputs:
-    """Holds what a learner's model computes with: the fields of a sample's rollout."""
+class SequenceInputs:
+    """Holds what a learner's model computes with: one sequence of a sample.
 
-    token_ids_P: IntArray
-    response_ids_T: IntArray
+    ids_S: int32 [S]. position_T: int64 [T], where its sampled tokens lie, rising and from 1 on; the
+    last is S - 1. experts_XLk, gates_XLk: see Rollout.
+    """
+
+    ids_S: IntArray
+    position_T: OffsetArray
     experts_XLk: ExpertArray | None = None
     gates_XLk: GateArray | None = None
 
@@ -188,17 +230,16 @@ class Sample:
 class HeldRollout(msgspec.Struct, frozen=True, gc=False):
     """Stands for a Rollout that a data worker holds; the fields that both have are alike.
 
-    worker: who holds it. key: its name there. num_ids: N. geometric_logp: as of a Rollout. cache:
-    what its Sample holds.
+    worker: who holds it. key: its name there. sizes, geometric_logps: as of a Rollout. cache: what
+    its Sample holds.
     """
 
     prompt: Prompt
     worker: str
     key: str
-    num_response_tokens: int
-    num_ids: int
+    sizes: tuple[SequenceSize, ...]
     cache: CacheSize
-    geometric_logp: float
+    geometric_logps: tuple[float, ...]
     spans: tuple[VersionSpan, ...]
     finish_reason: str
     started_s: float
@@ -207,9 +248,19 @@ class HeldRollout(msgspec.Struct, frozen=True, gc=False):
     restarts: int = 0
 
     @property
+    def num_response_tokens(self) -> int:
+        """Returns the number of sampled tokens, T."""
+        return sum([size.sampled for size in self.sizes])
+
+    @property
     def num_tokens(self) -> int:
-        """Returns the number of prompt and response tokens, P + T."""
-        return len(self.prompt.token_ids_P) + self.num_response_tokens
+        """Returns the number of tokens of all sequences, given ones included."""
+        return sum([size.tokens for size in self.sizes])
+
+    @property
+    def num_ids(self) -> int:
+        """Returns the number of cached ids, N."""
+        return sum([size.ids for size in self.sizes])
 
     @property
     def oldest_version(self) -> int:

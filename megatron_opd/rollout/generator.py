@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Protocol
 
 from megatron_opd.buffer.rejection import RolloutRejected
@@ -17,12 +18,8 @@ from megatron_opd.records.drops import (
     STUDENT_UNREACHABLE,
 )
 from megatron_opd.records.seeds import ROLLOUT, derived_seed
-from megatron_opd.records.types import (
-    AnyRollout,
-    Prompt,
-    Rollout,
-    VersionSpan,
-)
+from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.types import AnyRollout, Prompt, Rollout, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.retry import Backoff, is_unserved, retried
@@ -155,16 +152,15 @@ def as_rollout(
         raise RolloutRejected(EMPTY_RESPONSE, f"prompt {prompt.uid}")
     if reply.draws is None:
         raise BadReply(f"{reply.url}: request {request.rid} came back without draws")
-    return Rollout(
-        prompt=prompt,
-        response_ids_T=reply.output_ids_T,
-        draws=reply.draws,
-        spans=tuple(VersionSpan(*span) for span in reply.spans),
-        finish_reason=reply.finish_reason,
-        started_s=started_s,
-        finished_s=finished_s,
-        engine=reply.url,
-        restarts=restarts,
-        experts_XLk=reply.experts_XLk,
-        gates_XLk=reply.gates_XLk,
+    rollout = single_turn(
+        prompt,
+        reply.output_ids_T,
+        reply.draws,
+        tuple(VersionSpan(*span) for span in reply.spans),
+        reply.finish_reason,
+        started_s,
+        finished_s,
+        reply.url,
     )
+    routing = {"experts_XLk": reply.experts_XLk, "gates_XLk": reply.gates_XLk}
+    return replace(rollout, restarts=restarts, **routing)

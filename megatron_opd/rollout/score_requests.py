@@ -1,12 +1,11 @@
-"""Builds what a teacher is asked: log-probs of the ids that were cached along a response."""
+"""Builds what a teacher is asked: log-probs of the ids that were cached along a sequence."""
 
 from __future__ import annotations
 
 import msgspec
-import numpy as np
 
-from megatron_opd.records.types import IntArray, Rollout
-from sglang_bridge.protocol import DrawCache, ScoreRequest
+from megatron_opd.records.types import Rollout
+from sglang_bridge.protocol import ScoreRequest
 
 
 class TeacherAsk(msgspec.Struct, frozen=True):
@@ -24,30 +23,24 @@ class TeacherAsk(msgspec.Struct, frozen=True):
 
 
 def asked_of(rollout: Rollout, ask: TeacherAsk) -> ScoreRequest:
-    """Ask for the scores of a rollout's cached ids."""
-    prompt_ids_P, ids_T = rollout.prompt.token_ids_P, rollout.response_ids_T
-    plain = score_request(ask.rid, prompt_ids_P, ids_T, rollout.draws, ask.temperature)
+    """Ask for the scores of the cached ids of a rollout of one sequence."""
+    plain = score_request(ask.rid, rollout, ask.temperature)
     return msgspec.structs.replace(
         plain, num_atoms=ask.num_atoms, num_draws=ask.num_draws, seed=ask.seed
     )
 
 
 def score_request(
-    rid: str,
-    prompt_ids_P: IntArray,
-    response_ids_T: IntArray,
-    cached: DrawCache,
-    temperature: float,
-    *,
-    exact: bool = False,
+    rid: str, rollout: Rollout, temperature: float, *, exact: bool = False
 ) -> ScoreRequest:
-    """Ask for log q of every cached id at its position; the rest is ScoreRequest's."""
+    """Ask for log q of every cached id of a sequence; the rest is ScoreRequest's."""
+    (ids_S,) = rollout.sequences
     return ScoreRequest(
         rid=rid,
-        input_ids=np.concatenate([prompt_ids_P, response_ids_T]),
-        num_prompt_tokens=len(prompt_ids_P),
-        offsets_T1=cached.offsets_T1,
-        ids_N=cached.ids_N,
+        input_ids=ids_S,
+        num_prompt_tokens=rollout.runs[0].start,
+        offsets_T1=rollout.draws.offsets_T1,
+        ids_N=rollout.draws.ids_N,
         temperature=temperature,
         exact=exact,
     )

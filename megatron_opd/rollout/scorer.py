@@ -7,6 +7,7 @@ scoring.attempts counts every try of a sample, over all servers; no lower layer 
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from functools import lru_cache
 from typing import Protocol, TypeVar
@@ -25,10 +26,11 @@ from megatron_opd.records.drops import (
 )
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.seeds import SCORE, derived_seed
+from megatron_opd.records.sequences import by_sequence
 from megatron_opd.records.types import AnyRollout, AnySample, HeldRollout, HeldSample, Sample
 from megatron_opd.rollout.overlong import judged_length
 from megatron_opd.rollout.score_requests import TeacherAsk, asked_of
-from megatron_opd.rollout.scores import scored, unscored
+from megatron_opd.rollout.scores import scored, unscored, with_scores
 from sglang_bridge.errors import BadReply, BridgeError, ServerUnreachable
 from sglang_bridge.protocol import ScoreReply, ScoreRequest
 from sglang_bridge.retry import Backoff, is_transient, retried
@@ -107,10 +109,26 @@ class FleetScorer:
         return await self._scored(sample) if asks else sample
 
     async def _scored(self, sample: Sample) -> Sample:
-        rollout = sample.rollout
-        fleet, request = self._fleet(rollout), asked_of(rollout, self._ask(rollout))
+        fleet, parts = self._fleet(sample.rollout), by_sequence(sample)
+        if len(parts) == 1:
+            return await self._scored_sequence(fleet, sample, self._ask(sample.rollout))
+        asks = [self._ask(sample.rollout, number) for number in range(len(parts))]
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._scored_sequence(fleet, part, ask))
+                    for part, ask in zip(parts, asks, strict=True)
+                ]
+        except* ScoreRejected as rejected:  # the first is the reason of the whole sample
+            first = rejected.exceptions[0]
+            assert isinstance(first, ScoreRejected)
+            raise first from None
+        return with_scores(sample, [task.result() for task in tasks])
+
+    async def _scored_sequence(self, fleet: ScoreFleet, part: Sample, ask: TeacherAsk) -> Sample:
+        request = asked_of(part.rollout, ask)
         reply = await self._answered(lambda _: fleet.score(request))
-        return scored(sample, request, reply, self._vocab_size)
+        return scored(part, request, reply, self._vocab_size)
 
     def _scored_there(self, rollout: HeldRollout) -> Awaitable[tuple[HeldRollout, ScoreShape]]:
         """Let the data worker that holds the rollout ask the teacher."""
@@ -128,14 +146,14 @@ class FleetScorer:
     def _fleet(self, rollout: AnyRollout) -> ScoreFleet:
         return self._fleets[rollout.prompt.teacher]
 
-    def _ask(self, rollout: AnyRollout) -> TeacherAsk:
-        uid = rollout.prompt.uid
+    def _ask(self, rollout: AnyRollout, sequence: int = 0) -> TeacherAsk:
+        uid, of = rollout.prompt.uid, () if sequence == 0 else (sequence,)
         return TeacherAsk(
-            f"{self._run_id}-score-{uid}",
+            "-".join([self._run_id, "score", *map(str, (uid, *of))]),
             self._config.scoring.temperature,
             self._num_atoms,
             self._num_draws,
-            derived_seed(self._config.run.seed, SCORE, uid),
+            derived_seed(self._config.run.seed, SCORE, uid, *of),
             self._vocab_size,
         )
 

@@ -6,6 +6,7 @@ where one NaN would spoil all weights.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +19,7 @@ from megatron_opd.records.drops import (
     TEACHER_NAN,
     TEACHER_UNKNOWN_ID,
 )
+from megatron_opd.records.sequences import joined_draws
 from megatron_opd.records.types import FloatArray, Rollout, Sample
 from sglang_bridge.protocol import DrawCache, ScoreReply, ScoreRequest, Selection
 
@@ -50,6 +52,13 @@ def scored(sample: Sample, request: ScoreRequest, reply: ScoreReply, vocab_size:
         raise ScoreRejected(TEACHER_UNKNOWN_ID, f"{largest}, the student has {vocab_size} ids")
     teacher_logp_N = checked(reply.selection.logp_N, draws.num_ids)
     return replace(sample, rollout=replace(rollout, draws=draws), teacher_logp_N=teacher_logp_N)
+
+
+def with_scores(sample: Sample, parts: Sequence[Sample]) -> Sample:
+    """Return the sample with the scores of its sequences, and the caches that they have now."""
+    draws = joined_draws([part.rollout.draws for part in parts])
+    scores_N = np.concatenate([part.teacher_logp_N for part in parts])
+    return replace(sample, rollout=replace(sample.rollout, draws=draws), teacher_logp_N=scores_N)
 
 
 def selected(path: DrawCache, selection: Selection) -> DrawCache:

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 
 from megatron_opd.metrics.teacher_health import score_problem
 from megatron_opd.records.sample_figures import ScoreShape
-from megatron_opd.records.types import FloatArray, IntArray, Prompt
+from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.types import FloatArray, Prompt
 from megatron_opd.rollout.score_requests import score_request
 from sglang_bridge.errors import BadReply
 from sglang_bridge.protocol import RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
@@ -135,12 +136,13 @@ async def probe(
         if draws is None:
             raise BadReply(f"{server.url}: request {name}-{index} came back without draws")
 
-        def asked(what: str, prompt_ids_P: IntArray) -> ScoreRequest:
-            rid, ids_T = f"{name}-{index}-{what}", reply.output_ids_T
-            return score_request(rid, prompt_ids_P, ids_T, draws, temperature, exact=True)
+        def asked(what: str, after: Prompt) -> ScoreRequest:
+            rollout = single_turn(after, reply.output_ids_T, draws, ())
+            return score_request(f"{name}-{index}-{what}", rollout, temperature, exact=True)
 
-        request = asked("score", prompt.token_ids_P)
-        passages[index] = asked("passage", prompt.token_ids_P[:PASSAGE_PROMPT])
+        request = asked("score", prompt)
+        short = replace(prompt, token_ids_P=prompt.token_ids_P[:PASSAGE_PROMPT])
+        passages[index] = asked("passage", short)
         scores = await retried(lambda _: server.score(request), backoff)
         return draws.sampler_logp_N, scores.logp_N, scores.logp_N[draws.path_T]
 

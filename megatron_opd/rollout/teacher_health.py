@@ -20,6 +20,7 @@ from megatron_opd.config.roles import STUDENT, Role, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.opd_health import PREFIX, ScoredSelection, measure
 from megatron_opd.records.seeds import HEALTH, derived_seed
+from megatron_opd.records.sequences import rollouts_by_sequence
 from megatron_opd.records.types import AnySample, Batch, IntArray, Rollout, Sample, sample_here
 from megatron_opd.rollout.scorer import ScoreFleet
 from sglang_bridge.errors import BadReply, BridgeError
@@ -93,7 +94,8 @@ class HealthProbe:
         try:
             first = batch.samples[: self._config.metrics.health_samples]
             chosen = [await self._whole(sample) for sample in first]
-            responses = await asyncio.gather(*(self.score(sample.rollout) for sample in chosen))
+            rollouts = [r for sample in chosen for r in rollouts_by_sequence(sample.rollout)]
+            responses = await asyncio.gather(*map(self.score, rollouts))
         except (BridgeError, SamplesLost) as error:
             if not self._warned:
                 self._warned = True
@@ -108,7 +110,7 @@ class HealthProbe:
         return figures.columns() | about
 
     async def score(self, rollout: Rollout) -> ScoredSelection:
-        """Return what the student, and then its teacher, say of one response. BridgeError."""
+        """Return what the student, and then its teacher, say of one sequence. BridgeError."""
         tokens = rollout.num_response_tokens
         given = np.array(sorted(self._end_ids), dtype=np.int32)
         offsets_T1 = np.arange(tokens + 1, dtype=np.int64) * len(given)
@@ -129,8 +131,8 @@ class HealthProbe:
             fleet, temperature = self._teachers[prompt.teacher], config.scoring.temperature
         request = ScoreRequest(
             rid=f"{self._run_id}-health-{whom}-{prompt.uid}",
-            input_ids=np.concatenate([prompt.token_ids_P, rollout.response_ids_T]),
-            num_prompt_tokens=len(prompt.token_ids_P),
+            input_ids=rollout.sequences[0],
+            num_prompt_tokens=rollout.runs[0].start,
             offsets_T1=offsets_T1,
             ids_N=ids_N,
             temperature=temperature,

@@ -89,7 +89,7 @@ def received_sample(
     may_have: whether the site can have sampled with a version. scores: whether it asks the
     teachers. delay_s: since the end of sampling.
     """
-    if len(frames) != FRAMES:
+    if len(frames) != FRAMES:  # sites sample completions of one turn
         raise Forged(f"{len(frames)} frames of a sample, which has {FRAMES}")
     try:
         sample = decode_sample(prompt.uid, frames)
@@ -106,6 +106,7 @@ def received_sample(
         engine=site,
         restarts=done.restarts,
     )
+    _require(len(rollout.runs) == 1, f"{len(rollout.runs)} runs of sampled tokens, sites have 1")
     _require(
         np.array_equal(sample.rollout.prompt.token_ids_P, prompt.token_ids_P),
         "the response of another prompt",

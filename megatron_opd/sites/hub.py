@@ -356,7 +356,7 @@ class Hub:
         rollout = rollout_here(sample.rollout)
         if rollout.prompt.uid % self._group_size or len(rollout.spans) > 1:
             return
-        self._logp.add(member.name, rollout.oldest_version, rollout.geometric_logp)
+        self._logp.add(member.name, rollout.oldest_version, *rollout.geometric_logps)
         why = self._logp.fault_of(member.name)
         if why is not None:
             self._quarantine(member, why)

@@ -1,8 +1,9 @@
-"""Encodes a rank's share of a batch as frames, those of its samples end to end; decodes it."""
+"""Encodes a rank's share of a batch as frames, those of its sequences end to end; decodes it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +31,8 @@ million tensors."""
 ID_BYTES, TOKEN_BYTES = 16, 32
 WIDEST_ROUTE = 4
 
+BufferT = TypeVar("BufferT", bound=Buffer)
+
 _GROUPS = dtypes(GroupColumns)
 _DECODER = msgspec.msgpack.Decoder(dict[str, bytes])
 
@@ -47,7 +50,7 @@ def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int)
 
 
 def to_frames(share: Share) -> list[bytes | memoryview]:
-    """Return the columns of the groups, and the frames of every sample, which may have them.
+    """Return the columns of the groups, and the frames of every sequence.
 
     Those that data workers hold are left out.
     """
@@ -55,62 +58,69 @@ def to_frames(share: Share) -> list[bytes | memoryview]:
         name: np.ascontiguousarray(column, dtype=_GROUPS[name]).tobytes()
         for name, column in arrays_of(share.groups, GroupColumns).items()
     }
-    here = [sample for sample in share.samples if not isinstance(sample, HeldSample)]
-    own = [frame for sample in here for frame in frames_of(sample)]
+    own: list[Buffer] = []
+    for each in share.sequences:
+        if not isinstance(each.sample, HeldSample):
+            own += of_sequence(frames_of(each.sample), each.sequence)
     return [msgspec.msgpack.encode(groups), *own]
+
+
+def of_sequence(frames: Sequence[BufferT], sequence: int) -> Sequence[BufferT]:
+    """Return the frames of one sequence of a sample, or none where it has fewer sequences."""
+    return frames[sequence * FRAMES : (sequence + 1) * FRAMES]
 
 
 def with_samples(
     frames: Sequence[memoryview],
-    parts: Sequence[tuple[str, str]],
+    parts: Sequence[tuple[str, str, int]],
     taken: Mapping[str, Sequence[memoryview]],
 ) -> list[memoryview]:
     """Return the frames of a whole share.
 
-    frames: what to_frames gave. parts: (address, key) of every sample; ("", "") of one that is in
-    `frames`. taken: the frames of the others, by key. ValueError: they do not fit.
+    frames: what to_frames gave. parts: (address, key, sequence) of every sequence; the first two
+    are empty for one that is in `frames`. taken: the frames of the other samples, by key.
+    ValueError: they do not fit.
     """
     whole, here = list(frames[:1]), list(frames[1:])
-    for address, key in parts:
-        own = taken.get(key, ()) if address else here[:FRAMES]
+    for address, key, sequence in parts:
+        own = of_sequence(taken.get(key, ()), sequence) if address else here[:FRAMES]
         if len(own) != FRAMES:
-            raise ValueError(f"a sample has {FRAMES} frames, got {len(own)} of {key or 'ours'}")
+            raise ValueError(f"a sequence has {FRAMES} frames, got {len(own)} of {key or 'ours'}")
         whole += own
         if not address:
             del here[:FRAMES]
     if here or not frames:
-        raise ValueError(f"a share of {len(parts)} samples cannot have {len(frames)} frames here")
+        raise ValueError(f"a share of {len(parts)} sequences cannot have {len(frames)} frames here")
     return whole
 
 
 def sizes_of(share: Share) -> list[tuple[int, int, int]]:
-    """Return (prompt and response tokens, response tokens, cached ids) of every sample."""
-    rollouts = [sample.rollout for sample in share.samples]
-    return [(r.num_tokens, r.num_response_tokens, r.num_ids) for r in rollouts]
+    """Return (tokens, sampled tokens, cached ids) of every sequence."""
+    sizes = [each.size for each in share.sequences]
+    return [(size.tokens, size.sampled, size.ids) for size in sizes]
 
 
 def check_sizes(batch: RankBatch, sizes: Sequence[tuple[int, int, int]]) -> None:
-    """Raise ValueError unless the samples are as large as the controller was told (sizes_of).
+    """Raise ValueError unless the sequences are as large as the controller was told (sizes_of).
 
     It has planned the micro-batches with these sizes.
     """
-    if len(sizes) != len(batch.prompt_B):
-        raise ValueError(f"{len(sizes)} sizes for {len(batch.prompt_B)} samples")
+    if len(sizes) != len(batch.length_B):
+        raise ValueError(f"{len(sizes)} sizes for {len(batch.length_B)} sequences")
     starts_B = np.cumsum(batch.response_B) - batch.response_B
     ids_B = np.add.reduceat(batch.count_T, starts_B).tolist()
-    tokens_B = (batch.prompt_B + batch.response_B).tolist()
-    found = zip(tokens_B, batch.response_B.tolist(), ids_B, strict=True)
+    found = zip(batch.length_B.tolist(), batch.response_B.tolist(), ids_B, strict=True)
     for number, (size, told) in enumerate(zip(found, sizes, strict=True)):
         if size != tuple(told):
             raise ValueError(
-                f"sample {number} has tokens, response tokens and cached ids {size}, the "
+                f"sequence {number} has tokens, sampled tokens and cached ids {size}, the "
                 f"controller was told {tuple(told)}"
             )
 
 
 def from_frames(update: int, version: int, plan: RankPlan, frames: Sequence[Buffer]) -> RankBatch:
     """Return the columns of a share. ValueError: their number or lengths do not fit."""
-    samples = [decode_sample(number, own) for number, own in enumerate(_by_sample(frames))]
+    samples = [decode_sample(number, own) for number, own in enumerate(_by_sequence(frames))]
     return rank_batch(update, version, samples, plan, _groups(frames[0], len(samples)))
 
 
@@ -118,14 +128,14 @@ def inputs_from_frames(
     update: int, version: int, plan: RankPlan, frames: Sequence[Buffer]
 ) -> RankInputs:
     """Return a share without its draw caches, which are not read. ValueError, as from_frames."""
-    samples = [decode_inputs(number, own) for number, own in enumerate(_by_sample(frames))]
-    return rank_inputs(update, version, samples, plan, _groups(frames[0], len(samples)))
+    inputs = [decode_inputs(number, own) for number, own in enumerate(_by_sequence(frames))]
+    return rank_inputs(update, version, inputs, plan, _groups(frames[0], len(inputs)))
 
 
-def _by_sample(frames: Sequence[Buffer]) -> list[Frames]:
-    """Return the frames of each sample of a share."""
+def _by_sequence(frames: Sequence[Buffer]) -> list[Frames]:
+    """Return the frames of each sequence of a share."""
     if len(frames) < 1 + FRAMES or (len(frames) - 1) % FRAMES:
-        raise ValueError(f"a share has 1 frame and {FRAMES} a sample, got {len(frames)}")
+        raise ValueError(f"a share has 1 frame and {FRAMES} a sequence, got {len(frames)}")
     return [frames[i : i + FRAMES] for i in range(1, len(frames), FRAMES)]
 
 

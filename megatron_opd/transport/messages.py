@@ -107,19 +107,19 @@ class UpdateMetrics(msgspec.Struct, frozen=True, tag=True):
 class Train(msgspec.Struct, frozen=True, tag=True):
     """Asks for one update on the share of a batch that follows in raw frames.
 
-    plan[mini-batch][micro-batch] = sample indices of this share; none: a filler. parts: none where
-    the columns of all samples follow; otherwise (address, key) of every sample, to be taken from
-    the data worker there, and ("", "") for one whose columns follow on their own
-    (transport/frames.py). sizes: where there are parts, what the controller knows of every sample,
-    see frames.sizes_of. bound: refuses the update before its optimizer step where the mismatch
-    exceeds it; None: nothing does.
+    plan[mini-batch][micro-batch] = sequences of this share; none: a filler. parts: none where the
+    columns of all sequences follow; otherwise (address, key, number) of every sequence: its sample
+    is to be taken from the data worker there, or its columns follow on their own where both are
+    empty (transport/frames.py). sizes: where there are parts, what the controller knows of every
+    sequence, see frames.sizes_of. bound: refuses the update before its optimizer step where the
+    mismatch exceeds it; None: nothing does.
     """
 
     call: int
     update: int
     version: int
     plan: list[list[list[int]]]
-    parts: list[tuple[str, str]] = []
+    parts: list[tuple[str, str, int]] = []
     sizes: list[tuple[int, int, int]] = []
     bound: Bound | None = None
 

@@ -26,7 +26,7 @@ from megatron_opd.transport.samples import (
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Says what the ranks of a pipeline stage read of a sample.
+    """Says what the ranks of a pipeline stage read of a sequence.
 
     cache: its draw cache. layers: rising, of the model's `of_layers` layers with experts those
     whose routed experts they replay. gates: the weights of these experts too.
@@ -45,11 +45,11 @@ def part_of(frames: Sequence[Buffer], needs: Needs) -> list[Buffer]:
     """
     part = list(frames)
     for number, at in enumerate(range(1, len(frames) - FRAMES + 1, FRAMES)):
-        part[at : at + FRAMES] = _sample(number, frames[at : at + FRAMES], needs)
+        part[at : at + FRAMES] = _sequence(number, frames[at : at + FRAMES], needs)
     return part
 
 
-def _sample(uid: int, frames: Frames, needs: Needs) -> list[Buffer]:
+def _sequence(uid: int, frames: Frames, needs: Needs) -> list[Buffer]:
     inputs, cache, experts, gates = frames
     if not needs.cache:
         cache = b""

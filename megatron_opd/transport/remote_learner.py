@@ -216,7 +216,10 @@ class RemoteLearner:
         call = self._roster.next_call()
         requests: list[Request] = []
         for share in shares:
-            parts = [sources.get(s.rollout.prompt.uid, ("", "")) for s in share.samples]
+            parts = [
+                (*sources.get(each.sample.rollout.prompt.uid, ("", "")), each.sequence)
+                for each in share.sequences
+            ]
             rows = (share.update, share.version, share.plan)
             requests.append(Train(call, *rows, parts, sizes_of(share), bound))
         messages = self._with_shares(requests, shares)

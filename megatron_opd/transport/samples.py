@@ -1,7 +1,7 @@
 """Encodes a scored sample as the bytes that a learner's rank reads; checks and decodes them.
 
-A sample is encoded once, when it is scored, as four frames, since ranks differ in what they read:
-tokens, the draw cache, routed experts and their weights (transport/parts.py).
+A sample is encoded once, when it is scored, as four frames a sequence, since ranks differ in what
+they read: tokens, the draw cache, routed experts and their weights (transport/parts.py).
 Numbers are packed (sglang_bridge/arrays.py): ids in as few bytes as the largest needs, weights of
 plain draws as counts, other weights and log-probs in two bytes, but for the path's log-probs, which
 enter the importance ratios of whole responses. What a sample does not have (a teacher's log-probs
@@ -19,15 +19,18 @@ import numpy as np
 
 from megatron_opd.batching.rank_batch import check_inputs, check_sample
 from megatron_opd.config.supports import Support
+from megatron_opd.records.runs import SampledRun, positions_of, runs_fault
+from megatron_opd.records.sequences import by_sequence, joined
 from megatron_opd.records.types import (
     ExpertArray,
     FloatArray,
     GateArray,
+    IntArray,
     OffsetArray,
     Prompt,
     Rollout,
     Sample,
-    SampleInputs,
+    SequenceInputs,
     VersionSpan,
 )
 from sglang_bridge.arrays import narrow_weights, pack, pack_logp, unpack
@@ -38,7 +41,7 @@ from sglang_bridge.protocol import DrawCache
 Buffer = bytes | memoryview
 Frames = Sequence[Buffer]
 FRAMES = 4
-"""Frames of a sample: its tokens, its draw cache, its routed experts, their weights.
+"""Frames of a sequence: its tokens, its draw cache, its routed experts, their weights.
 
 The last two are empty where it has none.
 """
@@ -47,19 +50,19 @@ RECORDED = dtypes(DrawColumns)
 
 
 class EncodedInputs(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Holds a sample's tokens, packed, and says what its routing is.
+    """Holds a sequence's tokens, packed, and says what its routing is.
 
-    ids: prompt and response tokens, of which `prompt` are the prompt's. experts: layers, experts a
-    token, bytes of an expert's index.
+    ids: given and sampled tokens. runs: (start, stop, turn) of the sampled ones, see
+    records/runs.py. experts: layers, experts a token, bytes of an expert's index.
     """
 
     ids: bytes
-    prompt: int
+    runs: list[tuple[int, int, int]]
     experts: tuple[int, int, int] | None = None
 
 
 class EncodedCache(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Holds the columns of a sample's draw cache, packed.
+    """Holds the columns of a sequence's draw cache, packed.
 
     path: of each token, which of its cached ids continued the path. versions: [version, stop].
     path_logp: the sampler's, as float32.
@@ -80,11 +83,15 @@ _CACHES = msgspec.msgpack.Decoder(EncodedCache)
 
 
 def encode_sample(sample: Sample, num_draws: int = 0) -> Frames:
-    """Return the frames of a sample. ValueError: it is malformed.
+    """Return the frames of a sample, sequence by sequence. ValueError: it is malformed.
 
     num_draws: of the support, where its weights are counts.
     """
     check_sample(sample)
+    return [frame for part in by_sequence(sample) for frame in _encode_sequence(part, num_draws)]
+
+
+def _encode_sequence(sample: Sample, num_draws: int) -> Frames:
     rollout, draws = sample.rollout, sample.rollout.draws
     recorded = {name: pack(column) for name, column in arrays_of(draws, DrawColumns).items()}
     recorded["weight_N"] = narrow_weights(draws.weight_N, num_draws)
@@ -94,8 +101,8 @@ def encode_sample(sample: Sample, num_draws: int = 0) -> Frames:
         recorded["sampler_logp_N"] = pack_logp(draws.sampler_logp_N)
     scores_N, experts, gates = sample.teacher_logp_N, rollout.experts_XLk, rollout.gates_XLk
     inputs = EncodedInputs(
-        ids=pack(np.concatenate([rollout.prompt.token_ids_P, rollout.response_ids_T])),
-        prompt=len(rollout.prompt.token_ids_P),
+        ids=pack(rollout.sequences[0]),
+        runs=[(run.start, run.stop, run.turn) for run in rollout.runs],
         experts=None if experts is None else (*experts.shape[1:], experts.itemsize),
     )
     cache = EncodedCache(
@@ -137,29 +144,37 @@ def frames_of(sample: Sample) -> Frames:
 
 
 def encode_inputs(inputs: EncodedInputs) -> bytes:
-    """Return a sample's first frame."""
+    """Return a sequence's first frame."""
     return _ENCODER.encode(inputs)
 
 
 def read_inputs(uid: int, frame: Buffer) -> EncodedInputs:
-    """Return what a sample's first frame holds. ValueError: it is none. uid: names it."""
+    """Return what a sequence's first frame holds. ValueError: it is none. uid: names it."""
     try:
         return _INPUTS.decode(frame)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"sample {uid} cannot be read: {one_line(str(error))}") from None
 
 
-def decode_inputs(uid: int, frames: Frames) -> SampleInputs:
-    """Return a sample's tokens and routing. ValueError: these are no frames. uid: names it."""
+def decode_inputs(uid: int, frames: Frames) -> SequenceInputs:
+    """Return a sequence's tokens and routing. ValueError: these are no frames. uid: names it."""
+    ids_S, runs, experts_XLk, gates_XLk = _decoded_inputs(uid, frames)
+    return SequenceInputs(ids_S, positions_of(runs), experts_XLk, gates_XLk)
+
+
+def _decoded_inputs(
+    uid: int, frames: Frames
+) -> tuple[IntArray, tuple[SampledRun, ...], ExpertArray | None, GateArray | None]:
     found = read_inputs(uid, frames[0])
-    ids = _read(uid, "ids_S", found.ids, "<i4")
-    if not 0 < found.prompt < len(ids):
-        raise ValueError(f"sample {uid}: a prompt of {found.prompt} of {len(ids)} tokens")
+    ids_S = _read(uid, "ids_S", found.ids, "<i4")
+    runs = tuple(SampledRun(0, *run) for run in found.runs)
+    fault = runs_fault([len(ids_S)], runs)
+    if fault is not None:
+        raise ValueError(f"sample {uid}: {fault}")
     experts = read_experts(uid, found.experts, frames[2])
     gates = read_gates(uid, experts, frames[3])
-    inputs = SampleInputs(ids[: found.prompt], ids[found.prompt :], experts, gates)
-    check_inputs(uid, inputs)
-    return inputs
+    check_inputs(uid, len(ids_S) - 1, experts, gates)
+    return ids_S, runs, experts, gates
 
 
 def decode_sample(uid: int, frames: Frames) -> Sample:
@@ -167,32 +182,40 @@ def decode_sample(uid: int, frames: Frames) -> Sample:
 
     uid: what errors call it. Whether its columns fit each other is check_sample's.
     """
-    inputs = decode_inputs(uid, frames)
+    if not frames or len(frames) % FRAMES:
+        raise ValueError(f"sample {uid}: {len(frames)} frames, of {FRAMES} a sequence")
+    own = (frames[first : first + FRAMES] for first in range(0, len(frames), FRAMES))
+    return joined([_decoded_sequence(uid, each) for each in own])
+
+
+def _decoded_sequence(uid: int, frames: Frames) -> Sample:
+    ids_S, runs, experts_XLk, gates_XLk = _decoded_inputs(uid, frames)
     try:
         found = _CACHES.decode(frames[1])
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"sample {uid}: no draw cache: {one_line(str(error))}") from None
-    tokens = len(inputs.response_ids_T)
+    tokens = sum(run.num_tokens for run in runs)
     draws = _draws(uid, found, tokens)
     scores_N = np.full(draws.num_ids, np.nan, np.float32)
     if found.teacher_logp is not None:
         scores_N = _read(uid, "teacher_logp_N", found.teacher_logp, "<f4")
     rollout = Rollout(
-        Prompt(uid, "", inputs.token_ids_P),
-        inputs.response_ids_T,
-        draws,
-        _spans(uid, found.versions, tokens),
-        "",
-        0.0,
-        0.0,
-        experts_XLk=inputs.experts_XLk,
-        gates_XLk=inputs.gates_XLk,
+        prompt=Prompt(uid, "", ids_S[: runs[0].start]),
+        sequences=(ids_S,),
+        runs=runs,
+        draws=draws,
+        spans=_spans(uid, found.versions, tokens),
+        finish_reason="",
+        started_s=0.0,
+        finished_s=0.0,
+        experts_XLk=experts_XLk,
+        gates_XLk=gates_XLk,
     )
     return Sample(rollout, scores_N)
 
 
 def _draws(uid: int, found: EncodedCache, tokens: int) -> DrawCache:
-    """Return the draw cache of a response. ValueError: it is of another one, or none."""
+    """Return the draw cache of a sequence. ValueError: it is of another one, or none."""
     count_T = _read(uid, "count_T", found.count, "<i4")
     offsets_T1 = np.concatenate([[0], np.cumsum(count_T, dtype=np.int64)])
     cached = _read(uid, "ids_N", found.cached, "<i4")
@@ -242,7 +265,7 @@ def _sampler_logp(
 
 
 def _spans(uid: int, versions: Sequence[tuple[int, int]], tokens: int) -> tuple[VersionSpan, ...]:
-    """Return the spans of weight versions. ValueError: they do not cover the response."""
+    """Return the spans of weight versions. ValueError: they do not cover its tokens."""
     edges = [0, *(stop for _, stop in versions)]
     if edges[-1] != tokens or any(a >= b for a, b in pairwise(edges)):
         raise ValueError(f"sample {uid}: versions must cover {tokens} tokens, got ends {edges[1:]}")

@@ -14,7 +14,8 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from examples.smollm2.evaluate import complete, load, logp_TV, rendered
 from megatron_opd.data.records import read_records
-from megatron_opd.records.types import Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.types import Prompt, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
 PROMPTS = Path("examples/smollm2/train.jsonl")
@@ -67,5 +68,5 @@ def sample(
     )
     prompt = Prompt(uid, "", np.array(prompt_P, np.int32))
     spans = (VersionSpan(0, 0, len(response_T)),)
-    rollout = Rollout(prompt, np.array(response_T, np.int32), draws, spans, "length", 0.0, 0.0)
+    rollout = single_turn(prompt, np.array(response_T, np.int32), draws, spans, "length", 0.0, 0.0)
     return Sample(rollout, teacher_TV[row_N, id_N].numpy())

@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
+from megatron_opd.records.runs import SampledRun
+from megatron_opd.records.sequences import single_turn
 from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
@@ -31,13 +33,15 @@ def load_float64(model: Path) -> torch.nn.Module:
 
 
 def response_logp(model: torch.nn.Module, sample: Sample, temperature: float = 1.0) -> torch.Tensor:
-    """float64 [T, V]: row t predicts response token t."""
+    """float64 [T, V]: row t predicts sampled token t, each sequence computed whole and alone."""
     rollout = sample.rollout
-    prompt, response = rollout.prompt.token_ids_P, rollout.response_ids_T
-    ids = torch.tensor(np.concatenate([prompt, response]), dtype=torch.int64)[None]
-    logits = model(ids).logits[0].double() / temperature
-    first = len(prompt) - 1
-    return torch.log_softmax(logits, -1)[first : first + len(response)]
+    rows = []
+    for number, ids_S in enumerate(rollout.sequences):
+        logits = model(torch.tensor(ids_S, dtype=torch.int64)[None]).logits[0].double()
+        logp_SV = torch.log_softmax(logits / temperature, -1)
+        own = [run for run in rollout.runs if run.sequence == number]
+        rows += [logp_SV[run.start - 1 : run.stop - 1] for run in own]
+    return torch.cat(rows)
 
 
 def row_N(draws: DrawCache) -> torch.Tensor:
@@ -50,11 +54,40 @@ def chosen(logp_TV: torch.Tensor, draws: DrawCache) -> torch.Tensor:
     return logp_TV[row_N(draws), torch.tensor(draws.ids_N, dtype=torch.int64)]
 
 
+def in_turns(rollout: Rollout, rng: np.random.Generator, vocab: int, turns: int) -> Rollout:
+    """The same sampled tokens with given ones between, in one sequence or two.
+
+    The second sequence begins with another prompt. turns: most of them.
+    """
+    tokens = rollout.num_response_tokens
+    count = int(rng.integers(1, min(turns, tokens) + 1))
+    edges = [0, *sorted(rng.choice(np.arange(1, tokens), count - 1, replace=False)), tokens]
+    branch = int(rng.integers(1, count)) if count > 2 else count
+    sequences, runs = [[*rollout.prompt.token_ids_P.tolist()]], []
+    for turn, (first, last) in enumerate(pairwise(edges)):
+        if turn == branch:
+            sequences.append([])
+        ids = sequences[-1]
+        if turn:
+            ids += rng.integers(2, vocab, int(rng.integers(1, 9))).tolist()
+        runs.append(SampledRun(len(sequences) - 1, len(ids), len(ids) + last - first, turn))
+        ids += rollout.response_ids_T[first:last].tolist()
+    whole = tuple(np.array(ids, np.int32) for ids in sequences)
+    return replace(rollout, sequences=whole, runs=tuple(runs))
+
+
 def make_batch(
-    model: Path, *, samples: int, seed: int, vocab: int, update: int = 0, temperature: float = 1.0
+    model: Path,
+    *,
+    samples: int,
+    seed: int,
+    vocab: int,
+    update: int = 0,
+    temperature: float = 1.0,
+    turns: int = 1,
 ) -> Batch:
     """Ragged rows around the model's own log-probs; some path tokens have weight 0 and a teacher
-    score of -inf, some tokens are stale."""
+    score of -inf, some tokens are stale. turns: the most that a sample has, see in_turns."""
     rng = np.random.default_rng(seed)
     student = load_float64(model)
     made: list[Sample] = []
@@ -75,7 +108,7 @@ def make_batch(
             weight_N=weight.astype(np.float32),
             sampler_logp_N=np.zeros(offsets[-1], np.float32),
         )
-        rollout = Rollout(
+        rollout = single_turn(
             Prompt(uid, "", rng.integers(2, vocab, num_prompt).astype(np.int32)),
             draws.ids_N[path],
             draws,
@@ -84,6 +117,8 @@ def make_batch(
             0.0,
             1.0,
         )
+        if turns > 1:
+            rollout = in_turns(rollout, rng, vocab, turns)
         sample = Sample(rollout, np.zeros(offsets[-1], np.float32))
         with torch.no_grad():
             own = chosen(response_logp(student, sample, temperature), draws).numpy()
@@ -176,7 +211,8 @@ def published(name: str) -> str:
 
 def inputs(batch: Batch) -> list[int]:
     """Tokens that each sample's model call reads."""
-    return [sample.rollout.num_tokens - 1 for sample in batch.samples]
+    rollouts = [sample.rollout for sample in batch.samples]
+    return [rollout.num_tokens - len(rollout.sequences) for rollout in rollouts]
 
 
 def with_experts(batch: Batch, experts_XLk: np.ndarray) -> Batch:

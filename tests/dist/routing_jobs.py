@@ -37,7 +37,7 @@ def recorded_experts(
     batch: RankInputs, minis: Sequence[Sequence[DistilMicro]], layers: int
 ) -> np.ndarray:
     """[X, L, k] uint8 of the only rank, in the samples' order."""
-    inputs = (batch.prompt_B + batch.response_B - 1).tolist()
+    inputs = (batch.length_B - 1).tolist()
     found: dict[int, np.ndarray] = {}
     for plan, micros in zip(batch.plan, minis, strict=True):
         for samples, micro in zip(plan, micros, strict=True):

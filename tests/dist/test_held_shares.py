@@ -98,15 +98,14 @@ def with_ranks(config: Config, batch: Batch, out: Path, ranks: int, body: Body) 
 async def spread(ranks: Ranks) -> None:
     """Let every share have a sample of each worker, and one of the controller."""
     for share in ranks.shares():
-        for place, sample in enumerate(share.samples):
+        for place, each in enumerate(share.sequences):
             if place < 2:
-                await ranks.held.hold(sample.rollout.prompt.uid, place)
+                await ranks.held.hold(each.sample.rollout.prompt.uid, place)
     for share in ranks.shares():
-        assert {s.rollout.worker for s in share.samples if isinstance(s, HeldSample)} == {
-            "data worker 0",
-            "data worker 1",
-        }
-        assert len(share.samples) == 3
+        samples = [each.sample for each in share.sequences]
+        workers = {s.rollout.worker for s in samples if isinstance(s, HeldSample)}
+        assert workers == {"data worker 0", "data worker 1"}
+        assert len(samples) == 3
 
 
 def held_by(share: Share, worker: int) -> int:
@@ -114,7 +113,7 @@ def held_by(share: Share, worker: int) -> int:
     name = f"data worker {worker}"
     return next(
         s.rollout.prompt.uid
-        for s in share.samples
+        for s in (each.sample for each in share.sequences)
         if isinstance(s, HeldSample) and s.rollout.worker == name
     )
 

@@ -1,9 +1,10 @@
-"""One update in every parallel layout, against each other and against float64."""
+"""Updates on trajectories in every parallel layout, against each other and against float64."""
 
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -57,7 +58,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def batches(models: dict[str, Path]) -> dict[str, list[Batch]]:
     return {
         kind: [
-            make_batch(models[kind], samples=8, seed=seed, vocab=VOCAB, update=update)
+            make_batch(models[kind], samples=8, seed=seed, vocab=VOCAB, update=update, turns=6)
             for update, seed in enumerate(range(7, 7 + UPDATES))
         ]
         for kind in ("dense", "moe")
@@ -261,3 +262,24 @@ def test_hugging_face_round_trip_is_bitwise(kind, size, parallel, models, tmp_pa
 @pytest.mark.parametrize("size", [1, 2])
 def test_vocabulary_shards_give_exact_gradients(size, tmp_path):
     run_world(jobs.vocab_parallel, size, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_a_mask_that_is_shifted_by_one_position_is_noticed(kind, runs, models, batches):
+    """The oracle's own: the limits above would find it."""
+    shifted = []
+    for sample in batches[kind][0].samples:
+        moved = [
+            msgspec.structs.replace(run, start=run.start - 1, stop=run.stop - 1)
+            if run.start > 1
+            else run
+            for run in sample.rollout.runs
+        ]
+        shifted.append(replace(sample, rollout=replace(sample.rollout, runs=tuple(moved))))
+    batch = replace(batches[kind][0], samples=tuple(shifted))
+    wrong = oracle_update(
+        models[kind], batch, lr=ADAM["lr"], eps=ADAM["eps"], clip=ADAM["clip_grad"]
+    )
+    metrics, out = runs[kind, "one rank", "packed"]
+    assert relative(metrics[0]["loss"], wrong.loss) > 1e-2
+    assert relative_gap(wrong.weights, weights(out, 0)) > 1e-4

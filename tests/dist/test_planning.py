@@ -10,7 +10,8 @@ import pytest
 
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.models.spec import read_model_spec
-from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.types import Batch, Prompt, Sample, VersionSpan
 from megatron_opd.sizing.activations import BYTES, Shapes
 from megatron_opd.sizing.exchanges import end_exchanges, layer_exchanges, step_exchanges
 from megatron_opd.sizing.layout import in_flight_chunks, rank_groups, stage_layers
@@ -85,7 +86,7 @@ def plain_sample(uid: int) -> Sample:
         sampler_logp_N=np.full(count, -3, np.float32),
     )
     prompt = Prompt(uid, "", np.arange(57, dtype=np.int32) + 2)
-    rollout = Rollout(prompt, ids_N, draws, (VersionSpan(0, 0, count),), "stop", 0.0, 1.0)
+    rollout = single_turn(prompt, ids_N, draws, (VersionSpan(0, 0, count),), "stop", 0.0, 1.0)
     return Sample(rollout, np.full(count, -2, np.float32))
 
 

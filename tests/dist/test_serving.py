@@ -276,7 +276,7 @@ def test_a_rank_that_raises_ends_the_call_with_its_reason(damage, model, batch, 
                     s,
                     rollout=replace(
                         s.rollout,
-                        prompt=replace(s.rollout.prompt, token_ids_P=np.array([9999], np.int32)),
+                        sequences=(np.append(np.int32(9999), s.rollout.sequences[0][1:]),),
                     ),
                 )
                 for s in samples

@@ -135,7 +135,7 @@ def test_the_shares_are_uneven_and_some_rank_runs_a_filler(name: str, batches: d
     kind, few, keys = CASES[name]
     samples = batches_of(batches, kind, few)[-1].samples
     lengths = [sample.rollout.num_tokens for sample in samples]
-    plan = learner_plan(lengths, LearnerConfig.model_validate(keys))
+    plan = learner_plan([[n] for n in lengths], LearnerConfig.model_validate(keys))
     for mini in plan:
         held = sorted(sum(map(len, micros)) for micros in mini)
         assert held == ([3, 4] if few else [21, 21, 22])

@@ -3,7 +3,8 @@
 import numpy as np
 
 from megatron_opd.batching.shares import Share, shares
-from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.types import Batch, Prompt, Sample, VersionSpan
 from megatron_opd.transport import messages as m
 from sglang_bridge.protocol import DrawCache
 from tests.support.wire import config
@@ -23,7 +24,7 @@ def make_sample(uid: int, tokens: int, version: int = 0) -> Sample:
         sampler_logp_N=rng.normal(size=2 * tokens).astype(np.float32),
         path_T=np.arange(tokens, dtype=np.int64) * 2 + np.arange(tokens) % 2,
     )
-    rollout = Rollout(
+    rollout = single_turn(
         Prompt(uid, "", np.arange(3 + uid % 3, dtype=np.int32) + 100 * uid),
         draws.ids_N[draws.path_T],
         draws,

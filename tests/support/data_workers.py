@@ -30,7 +30,7 @@ URLS = [f"http://host:{port}" for port in range(1, 9)]
 
 
 def generated(order: w.Generate) -> w.Generated:
-    mean = SAMPLE.rollout.geometric_logp
+    mean = SAMPLE.rollout.geometric_logps[0]
     return w.Generated(order.call, 4, 8, SIZE, mean, [(3, 0, 4)], "stop")
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from megatron_opd.metrics.types import Accounting, Depths, Phase, WeightSyncReport
 from megatron_opd.records.sample_figures import CacheSize
+from megatron_opd.records.sequences import single_turn
 from megatron_opd.records.types import (
     Batch,
     HeldRollout,
@@ -45,7 +46,7 @@ def make_rollout(
         path_T=np.arange(num_tokens, dtype=np.int64) * 2,
     )
     response_ids_T = np.full(num_tokens, 4, np.int32)
-    return Rollout(prompt, response_ids_T, draws, spans, "stop", started_s, finished_s, engine)
+    return single_turn(prompt, response_ids_T, draws, spans, "stop", started_s, finished_s, engine)
 
 
 def make_sample(uid: int, version: int = 0, num_tokens: int = 4) -> Sample:
@@ -59,10 +60,9 @@ def held_rollout(rollout: Rollout, key: str, cache: CacheSize) -> HeldRollout:
         prompt=rollout.prompt,
         worker="data worker 0",
         key=key,
-        num_response_tokens=rollout.num_response_tokens,
-        num_ids=rollout.num_ids,
+        sizes=rollout.sizes,
         cache=cache,
-        geometric_logp=rollout.geometric_logp,
+        geometric_logps=rollout.geometric_logps,
         spans=rollout.spans,
         finish_reason=rollout.finish_reason,
         started_s=rollout.started_s,

@@ -69,7 +69,7 @@ class HeldBatch:
         rollout = self._samples[uid].rollout
         spans = [(span.version, span.start, span.stop) for span in rollout.spans]
         figures = rollout.num_response_tokens, rollout.num_ids, unscored(rollout).cache
-        return w.Generated(order.call, *figures, rollout.geometric_logp, spans, "stop")
+        return w.Generated(order.call, *figures, rollout.geometric_logps[0], spans, "stop")
 
 
 @asynccontextmanager

@@ -114,7 +114,9 @@ def ungrouped_cache(num_samples: int, **columns: Any) -> Cache:
     """A cache of responses whose group columns are 0, but for those that are named."""
     zero_B = torch.zeros(num_samples, dtype=torch.float64)
     groups = dict.fromkeys(dtypes(GroupColumns), zero_B)
-    weights = dict.fromkeys(("reward_weight_B", "teacher_weight_B"), torch.ones_like(zero_B))
+    weights = dict.fromkeys(
+        ("reward_weight_B", "teacher_weight_B", "share_B"), torch.ones_like(zero_B)
+    )
     return Cache(**(groups | weights | columns))
 
 
@@ -154,6 +156,7 @@ def cache_of(est: Estimator, case: Problem, rows: list[Row], student_N: torch.Te
         defensive_B=torch.tensor(columns.defensive_B),
         reward_weight_B=_weights(case.reward_weights, case),
         teacher_weight_B=_weights(case.teacher_weights, case),
+        share_B=torch.tensor(columns.share_B),
     )
 
 

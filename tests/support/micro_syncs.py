@@ -101,7 +101,7 @@ def batch(*, some_left_out: bool = False) -> RankBatch:
 
 def micro_batch(batch: RankBatch, device: torch.device) -> DistilMicro:
     """The samples of a share as one micro-batch."""
-    whole = replace(batch, plan=[[list(range(len(batch.prompt_B)))]])
+    whole = replace(batch, plan=[[list(range(len(batch.length_B)))]])
     return distil_micros(whole, 0, PackLayout(device))[0]
 
 

@@ -19,7 +19,8 @@ from megatron_opd.controller.snapshot import NOTHING_YET, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from megatron_opd.learner.layout import PackLayout
 from megatron_opd.learner.micro_batch import distil_micros
-from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.types import Batch, Prompt, Sample, VersionSpan
 from megatron_opd.transport.frames import from_frames, to_frames
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack
@@ -71,7 +72,7 @@ def main() -> None:
     """Send the samples through checkpoint, wire and micro-batch."""
     samples = [
         Sample(
-            Rollout(
+            single_turn(
                 Prompt(uid, "", np.array([1], np.int32)),
                 np.array(PATH[uid], np.int32),
                 cached,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from random import Random
@@ -16,6 +17,7 @@ from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.controller.snapshot import ControllerState, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
+from megatron_opd.records.sequences import single_turn
 from megatron_opd.records.types import NO_ROW, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
@@ -33,7 +35,8 @@ def rollout(uid: int, experts: bool = False) -> Rollout:
     visited = np.arange(4 * 2 * 1, dtype=np.uint8).reshape(4, 2, 1) if experts else None
     gates = None if visited is None else np.full(visited.shape, 0.5, np.float32)
     ids, spans = np.full(3, 4, np.int32), (VersionSpan(1, 0, 2), VersionSpan(2, 2, 3))
-    return Rollout(prompt, ids, draws, spans, "stop", 0.0, 1.0, "s", 0, visited, gates)
+    rollout = single_turn(prompt, ids, draws, spans, "stop", 0.0, 1.0, "s")
+    return replace(rollout, experts_XLk=visited, gates_XLk=gates)
 
 
 @cache

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from random import Random
 from typing import Any
 
@@ -13,9 +14,11 @@ from checks.fuzz.engine import Target
 from checks.fuzz.mutations import damaged_bytes, damaged_tree, msgpack_bytes
 from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.checks import check_batch
-from megatron_opd.batching.shares import Share
+from megatron_opd.batching.shares import SampleSequence, Share
 from megatron_opd.records.columns import RankBatch
-from megatron_opd.records.types import Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.runs import SampledRun
+from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.types import Prompt, Sample, VersionSpan
 from megatron_opd.transport import messages as m
 from megatron_opd.transport.frames import from_frames, to_frames
 from megatron_opd.transport.samples import FRAMES
@@ -43,16 +46,16 @@ def oracle(frames: list[bytes], found: tuple[Any, RankBatch | None]) -> str | No
         return "a message is another one when it is sent on"
     if batch is None:
         return None
-    prompts, responses = batch.prompt_B.tolist(), batch.response_B.tolist()
+    lengths, responses = batch.length_B.tolist(), batch.response_B.tolist()
     counts, path = batch.count_T.tolist(), batch.path_T.tolist()
     ids_N, ids = batch.ids_N.tolist(), batch.ids_S.tolist()
-    if sorted(i for a in batch.plan for b in a for i in b) != list(range(len(prompts))):
+    if sorted(i for a in batch.plan for b in a for i in b) != list(range(len(lengths))):
         return "a plan of other samples"
-    if not prompts or len({len(prompts), len(responses), len(batch.advantage_B)}) != 1:
+    if not lengths or len({len(lengths), len(responses), len(batch.advantage_B)}) != 1:
         return "columns of several lengths"
-    if min(*prompts, *responses, *counts) < 1:
+    if min(*lengths, *responses, *counts) < 1:
         return "a sample without tokens"
-    if sum(prompts) + sum(responses) != len(ids) or sum(responses) != len(counts):
+    if sum(lengths) != len(ids) or not sum(responses) == len(counts) == len(batch.position_T):
         return "tokens that are not the samples'"
     if len(path) != len(counts) or len(batch.version_T) != len(counts) or sum(counts) != len(ids_N):
         return "rows that are not the tokens'"
@@ -71,9 +74,12 @@ def _rows_fault(
 ) -> str | None:
     at = token = start = 0
     weights, logp = batch.weight_N.tolist(), batch.sampler_logp_N.tolist()
-    for prompt, response in zip(batch.prompt_B.tolist(), responses, strict=True):
-        own = batch.ids_S[at + prompt : at + prompt + response].tolist()
-        at += prompt + response
+    for length, response in zip(batch.length_B.tolist(), responses, strict=True):
+        places = batch.position_T[token : token + response].tolist()
+        if sorted(set(places)) != places or not 1 <= places[0] <= places[-1] == length - 1:
+            return "sampled tokens that are not in their sequence"
+        own = [int(batch.ids_S[at + place]) for place in places]
+        at += length
         for i in own:
             stop = start + counts[token]
             row = batch.ids_N[start:stop].tolist()
@@ -95,7 +101,7 @@ def _experts_fault(batch: RankBatch) -> str | None:
     found = batch.experts_XLk
     if found is None:
         return None
-    if len(found) != len(batch.ids_S) - len(batch.prompt_B) or int(found.max()) >= NUM_EXPERTS:
+    if len(found) != len(batch.ids_S) - len(batch.length_B) or int(found.max()) >= NUM_EXPERTS:
         return "experts of other inputs"
     gates = batch.gates_XLk
     if gates is not None and not (gates.shape == found.shape and (gates >= 0).all()):
@@ -103,8 +109,10 @@ def _experts_fault(batch: RankBatch) -> str | None:
     return None
 
 
-def sample(rng: Random, uid: int, routed: bool, weighed: bool) -> Sample:
-    """A valid sample of 1 to 3 tokens."""
+def sample(
+    rng: Random, uid: int, routed: bool, weighed: bool, *, several_turns: bool = True
+) -> Sample:
+    """A valid sample of 1 to 3 sampled tokens, some with given ones between."""
     prompt, response = rng.randint(1, 3), rng.randint(1, 3)
     rows = [sorted(rng.sample(range(VOCAB_SIZE), rng.randint(1, 3))) for _ in range(response)]
     columns = [rng.randrange(len(row)) for row in rows]
@@ -117,16 +125,28 @@ def sample(rng: Random, uid: int, routed: bool, weighed: bool) -> Sample:
         weight_N=np.repeat(1 / count_T, count_T).astype(np.float32),
         sampler_logp_N=np.repeat(-np.log(count_T + 1), count_T).astype(np.float32),
     )
-    inputs = prompt + response - 1
+    gaps = [rng.choice((0, 0, 0, 2)) * several_turns for _ in range(response - 1)]
+    inputs = prompt + response + sum(gaps) - 1
     experts = np.array([rng.randrange(NUM_EXPERTS) for _ in range(4 * inputs)], np.uint8)
-    rollout = Rollout(
+    rollout = single_turn(
         Prompt(uid, "", np.array([rng.randrange(VOCAB_SIZE) for _ in range(prompt)], np.int32)),
         draws.ids_N[draws.path_T],
         draws,
         (VersionSpan(rng.randint(0, 4), 0, response),),
         "stop",
-        0.0,
-        1.0,
+    )
+    (ids_S,), runs = rollout.sequences, [*rollout.runs]
+    for turn, gap in enumerate(gaps, 1):
+        if gap:  # the last run goes on behind given tokens
+            last = runs.pop()
+            at = last.stop - (response - turn)
+            ids_S = np.insert(ids_S, at, np.full(gap, 1, np.int32))
+            before = SampledRun(0, last.start, at, turn - 1)
+            runs += [before, SampledRun(0, at + gap, last.stop + gap, turn)]
+    rollout = replace(
+        rollout,
+        sequences=(ids_S,),
+        runs=tuple(runs),
         experts_XLk=experts.reshape(inputs, 2, 2) if routed else None,
         gates_XLk=np.full((inputs, 2, 2), 0.5, np.float32) if routed and weighed else None,
     )
@@ -138,7 +158,8 @@ def share(rng: Random) -> Share:
     count = rng.randint(1, 3)
     routed, weighed = rng.random() < 0.4, rng.random() < 0.5
     samples = tuple(sample(rng, uid, routed, weighed) for uid in range(count))
-    return Share(3, 4, [[list(range(count))]], samples, no_groups(count))
+    sequences = tuple(map(SampleSequence, samples))
+    return Share(3, 4, [[list(range(count))]], sequences, no_groups(count))
 
 
 INTEGERS = (-1, 0, 1, 2, 3, 63, 64, 2**31 - 1, -(2**31))
@@ -201,7 +222,7 @@ def make(rng: Random) -> list[bytes]:
     frames = [header, *(bytes(frame) for frame in to_frames(rows))]
     edit = rng.choice(("column", "column", "column", "groups", "header", "frame", "order"))
     if edit == "column":
-        hit = rng.sample(range(len(rows.samples)), rng.randint(1, len(rows.samples)))
+        hit = rng.sample(range(len(rows.sequences)), rng.randint(1, len(rows.sequences)))
         for place in (2 + FRAMES * number + rng.randrange(2) for number in hit):
             frames[place] = damaged_head(rng, frames[place])
     elif edit == "groups":

@@ -24,7 +24,7 @@ from megatron_opd.sites.messages import SiteDone, decode_to_learner, encode
 from megatron_opd.transport.samples import encode_sample
 from megatron_opd.wire.codec import BadMessage
 
-WHOLE = sample(Random(5), 7, routed=True, weighed=True)
+WHOLE = sample(Random(5), 7, routed=True, weighed=True, several_turns=False)
 PROMPT = WHOLE.rollout.prompt
 SERVED = frozenset(span.version for span in WHOLE.rollout.spans)
 RULES = SampleRules(Estimator(), VOCAB_SIZE, 4, KeepOverlong(), (2, 2, NUM_EXPERTS))

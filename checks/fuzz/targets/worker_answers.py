@@ -42,7 +42,8 @@ from sglang_bridge.protocol import Progress, RolloutRequest
 from sglang_bridge.refusals import Refusals
 
 COUNT, NEWEST, LONGEST, SELECTED = 2, 4, 3, 3
-WHOLE = sample(Random(3), 7, routed=True, weighed=True)
+WHOLE = sample(Random(3), 7, routed=True, weighed=True, several_turns=False)
+OTHER = sample(Random(9), 7, routed=False, weighed=False, several_turns=False)
 ROLLOUT = WHOLE.rollout
 REQUEST = RolloutRequest(
     rid="r-1", input_ids=ROLLOUT.prompt.token_ids_P, max_new_tokens=LONGEST, num_draws=SELECTED
@@ -223,7 +224,7 @@ def _rollout_fault(found: HeldRollout | None) -> str | None:
         return "spans that do not cover the response"
     if versions != sorted(versions) or not 0 <= versions[0] <= versions[-1] <= NEWEST:
         return "weights that were never synced"
-    if not -math.inf < found.geometric_logp < 1e-3:
+    if not -math.inf < found.geometric_logps[0] < 1e-3:
         return "a mean log-prob that is none"
     if not tokens <= found.num_ids <= tokens * (SELECTED + 1):
         return "more cached ids than were asked for, or fewer"
@@ -273,7 +274,8 @@ def _whole_fault(seen: Seen) -> str | None:
     if not (np.isfinite(draws.weight_N).all() and (draws.weight_N >= 0).all()):
         return "weights that are none"
     mean = draws.sampler_logp_N[draws.path_T].astype(np.float64).mean()
-    return None if abs(mean - held.geometric_logp) < 1e-6 else "log-probs that it did not tell of"
+    (told,) = held.geometric_logps
+    return None if abs(mean - told) < 1e-6 else "log-probs that it did not tell of"
 
 
 def _progress_fault(found: Progress | None) -> str | None:
@@ -293,7 +295,7 @@ HEALTHY: tuple[w.Answer, ...] = (
         ROLLOUT.num_response_tokens,
         ROLLOUT.num_ids,
         WHOLE.cache,
-        ROLLOUT.geometric_logp,
+        ROLLOUT.geometric_logps[0],
         SPANS,
         "stop",
     ),
@@ -316,7 +318,12 @@ OTHERS: tuple[w.Answer, ...] = (
     ),
     w.Fetched(4, encode_member(place(ROLLOUT))),
     w.Fetched(4, encode_member(place(ROLLOUT.prompt))),
-    w.Fetched(4, encode_member(place(sample(Random(9), 7, routed=False, weighed=False)))),
+    w.Fetched(
+        4,
+        encode_member(
+            place(sample(Random(9), 7, routed=False, weighed=False, several_turns=False))
+        ),
+    ),
     *(w.CallFailed(n, "lost", ["gone"], []) for n in (1, 2, 3, 4)),
     w.CallFailed(1, "unreachable", [URL, "/generate", "reset"], [True, False, False]),
     w.CallFailed(1, "no rollout", ["empty_response", "prompt 3"], []),

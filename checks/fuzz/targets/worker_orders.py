@@ -43,7 +43,7 @@ from sglang_bridge.protocol import (
 from sglang_bridge.refusals import Refusals
 
 VOCAB_SIZE = 64
-WHOLE = sample(Random(1), 0, routed=False, weighed=False)
+WHOLE = sample(Random(1), 0, routed=False, weighed=False, several_turns=False)
 ROLLOUT = WHOLE.rollout
 PROMPT = ROLLOUT.prompt.token_ids_P.tobytes()
 SERVER = Endpoint("http://127.0.0.1:1", "k" * 43, Known(VOCAB_SIZE, 4096, None))

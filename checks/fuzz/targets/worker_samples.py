@@ -15,7 +15,7 @@ from checks.fuzz.targets.learner_requests import (
 from checks.fuzz.targets.learner_requests import oracle as batch_fault
 from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.checks import check_batch
-from megatron_opd.batching.shares import Share
+from megatron_opd.batching.shares import SampleSequence, Share
 from megatron_opd.data_workers.data_client import CannotFetch, Frames, asked_key, by_address
 from megatron_opd.records.columns import RankBatch
 from megatron_opd.records.types import HeldRollout, HeldSample, Sample
@@ -67,24 +67,24 @@ def oracle(given: Given, found: tuple[m.Train, RankBatch]) -> str | None:
     fault = batch_fault([m.encode(request)], (request, batch))
     if fault is not None:
         return fault
-    asked = sorted(part for part in request.parts if part[0])
+    asked = sorted(part[:2] for part in request.parts if part[0])
     if sorted((address, _text(frames[0])) for address, frames in messages) != asked:
         return "samples that were not asked for, of another worker, or twice"
     heads = {_text(frames[0]): frames[1] for _, frames in messages}
-    prompts, responses = batch.prompt_B.tolist(), batch.response_B.tolist()
+    lengths, responses = batch.length_B.tolist(), batch.response_B.tolist()
     at = token = start = 0
-    for number, (address, key) in enumerate(request.parts):
-        prompt, response = prompts[number], responses[number]
+    for number, (address, key, _) in enumerate(request.parts):
+        length, response = lengths[number], responses[number]
         cached = sum(batch.count_T[token : token + response].tolist())
-        if request.sizes[number] != (prompt + response, response, cached):
+        if request.sizes[number] != (length, response, cached):
             return "a sample of another size than the controller was told"
         if address:
             plain = _plain(heads[key])
             sent = decode_inputs(number, [heads[key], *[b""] * (FRAMES - 1)]) if plain else None
-            ids = batch.ids_S[at : at + prompt + response].tolist()
-            if sent is not None and ids[prompt:] != sent.response_ids_T.tolist():
+            ids = batch.ids_S[at : at + length].tolist()
+            if sent is not None and ids != sent.ids_S.tolist():
                 return "a sample in the place of another"
-        at, token, start = at + prompt + response, token + response, start + cached
+        at, token, start = at + length, token + response, start + cached
     return None
 
 
@@ -104,10 +104,9 @@ def held(whole: Sample, address: str) -> HeldSample:
         prompt=rollout.prompt,
         worker=address,
         key=f"k-{rollout.prompt.uid}",
-        num_response_tokens=rollout.num_response_tokens,
-        num_ids=rollout.num_ids,
+        sizes=rollout.sizes,
         cache=whole.cache,
-        geometric_logp=rollout.geometric_logp,
+        geometric_logps=rollout.geometric_logps,
         spans=rollout.spans,
         finish_reason=rollout.finish_reason,
         started_s=0.0,
@@ -123,13 +122,14 @@ def make(rng: Random) -> Given:
     places = [rng.choice((*WORKERS, *WORKERS, "")) for _ in wholes]
     placed = zip(wholes, places, strict=True)
     samples = tuple(held(whole, place) if place else whole for whole, place in placed)
-    share = Share(3, 4, [[list(range(count))]], samples, no_groups(count))
-    parts = [(place, f"k-{uid}" if place else "") for uid, place in enumerate(places)]
+    sequences = tuple(map(SampleSequence, samples))
+    share = Share(3, 4, [[list(range(count))]], sequences, no_groups(count))
+    parts = [(place, f"k-{uid}" if place else "", 0) for uid, place in enumerate(places)]
     request = m.Train(1, 3, 4, share.plan, parts, sizes_of(share))
     own = [bytes(frame) for frame in to_frames(share)]
     messages: list[Message] = [
         (place, [key.encode(), *map(bytes, frames_of(whole))])
-        for (place, key), whole in zip(parts, wholes, strict=True)
+        for (place, key, _), whole in zip(parts, wholes, strict=True)
         if place
     ]
     rng.shuffle(messages)

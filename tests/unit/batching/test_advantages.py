@@ -20,9 +20,9 @@ from megatron_opd.batching.advantages import (
 )
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.records.types import Sample, VersionSpan
-from sglang_bridge.protocol import DrawCache
 from tests.support.fakes import make_prompt, make_rollout
 from tests.support.figures import bounded
+from tests.support.trajectories import trajectory
 
 EXPECTATION = "log of GEPO's E_q[q], float64 against 60 digits"
 
@@ -131,7 +131,7 @@ def test_the_defensive_share_is_the_variance_scaled_and_bounded():
 def test_a_response_of_thirty_thousand_tokens_stays_finite():
     long = sample(0, [-23.5] * 30_000, 1.0)
     short = sample(1, [-0.25], 0.0)
-    assert long.rollout.geometric_logp == -23.5
+    assert long.rollout.geometric_logps == (-23.5,)
     columns = group_columns(estimator(type="gepo", defensive=1.0), [long, short], 2)
     np.testing.assert_allclose(columns.group_log_q_B, [-0.25, -0.25], atol=1e-9)
     assert columns.advantage_B.tolist() == [0.5, -0.5]
@@ -139,17 +139,18 @@ def test_a_response_of_thirty_thousand_tokens_stays_finite():
     np.testing.assert_allclose(columns.defensive_B, q.var())
 
 
-def test_an_empty_response_has_an_empty_product():
-    none, zeros = np.zeros(0, np.int64), np.zeros(0, np.float32)
-    draws = DrawCache(
-        offsets_T1=np.zeros(1, np.int64),
-        ids_N=none.astype(np.int32),
-        path_T=none,
-        weight_N=zeros,
-        sampler_logp_N=zeros,
-    )
-    rollout = make_rollout(make_prompt(0), (VersionSpan(0, 0, 1),))
-    assert replace(rollout, draws=draws).geometric_logp == 0.0
+def test_a_reward_counts_once_for_a_sample_of_several_sequences():
+    """The group's mean is over samples; probabilities are those of sequences."""
+    layouts = ([[(2, 1)], [(1, 3)]], [[(2, 4)]])
+    samples = [trajectory(uid, layout, reward=1.0 - uid) for uid, layout in enumerate(layouts)]
+    samples[0] = replace(samples[0], masked=True)
+    columns = group_columns(estimator(type="gepo", advantage="group_mean"), samples, 2)
+    assert columns.advantage_B.tolist() == [0.5, 0.5, -0.5], "not -1/3 of three rows"
+    assert columns.share_B.tolist() == [0.25, 0.75, 1.0]
+    assert columns.teacher_weight_B.tolist() == [0.0, 0.0, 1.0]
+    logq = [logp for sample in samples for logp in sample.rollout.geometric_logps]
+    q = np.exp(logq)
+    np.testing.assert_allclose(columns.group_log_q_B, np.log((q * q).sum() / q.sum()))
 
 
 def test_groups_are_runs_of_uids():

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from megatron_opd.batching.advantages import no_groups
 from megatron_opd.batching.checks import check_batch
-from megatron_opd.batching.shares import Share
+from megatron_opd.batching.shares import Share, sequences_of
 from megatron_opd.records.columns import COLUMNS, RankBatch
 from megatron_opd.transport.frames import from_frames, to_frames
 from tests.support.batches import make_batch
 from tests.support.wire import safe
 
 PLAN = [[[0, 1, 2]]]
-SHARE = Share(3, 4, PLAN, make_batch(3).samples, no_groups(3))
+SHARE = Share(3, 4, PLAN, tuple(sequences_of(make_batch(3).samples)), no_groups(3))
 BATCH = SHARE.columns()
 
 
@@ -91,7 +91,7 @@ def test_each_column_is_checked(column: str, value: float, words: str):
     ],
 )
 def test_gate_weights_are_checked(value: float, words: str):
-    inputs = len(BATCH.ids_S) - len(BATCH.prompt_B)
+    inputs = len(BATCH.ids_S) - len(BATCH.length_B)
     experts = np.zeros((inputs, 2, 1), np.uint8)
     gates = np.full(experts.shape, 0.5, np.float32)
     checked(replace(BATCH, experts_XLk=experts, gates_XLk=gates))
@@ -108,10 +108,15 @@ MOST = 2**63 - 1
     ("column", "change", "words"),
     [
         # two of the largest numbers and 2 more are 0 in 64 bits: the sum stays right
-        ("prompt_B", lambda v: [MOST, MOST, v.sum() + 2], "prompt_B must be in 1.."),
+        ("length_B", lambda v: [MOST, MOST, v.sum() + 2], "length_B must be in 1.."),
+        ("length_B", lambda v: [v[0] + 1, *v[1:]], "length_B and response_B must add up to"),
+        ("response_B", lambda v: [v[0] + 1, *v[1:]], "length_B and response_B must add up to"),
+        ("position_T", lambda v: [0, *v[1:]], "must rise inside a sequence, from 1 on, token 0"),
+        ("position_T", lambda v: [v[0], v[0], *v[2:]], "from 1 on, token 1 does not"),
+        ("position_T", lambda v: [v[0], *v[1:] + 1], "column position_T must rise"),
         ("response_B", lambda v: [MOST, MOST, v.sum() + 2], "response_B must be in 1.."),
         ("count_T", lambda v: [MOST, MOST, v[:3].sum() + 2, *v[3:]], "count_T must be in 1.."),
-        ("ids_S", lambda v: [*v[:-1], v[-1] + 1], "path_T must point to the response's own ids"),
+        ("ids_S", lambda v: [*v[:-1], v[-1] + 1], "path_T must point to the sampled ids"),
         ("ids_N", lambda v: [v[0], v[0], *v[2:]], "ids_N must rise inside a row, value 1"),
     ],
 )
@@ -125,14 +130,14 @@ def test_columns_are_checked_against_each_other(column, change, words: str):
 @pytest.mark.parametrize("plan", [[[[], [0, 1, 2]]], [[[0, 1, 2]], []], [[[0, 1, 2]], [[]]]])
 def test_a_mini_batch_begins_with_samples(plan: list):
     whole = {"vocab_size": 512, "num_experts": 0, "sampled": True}
-    with pytest.raises(ValueError, match="begin each mini-batch with a micro-batch of samples"):
+    with pytest.raises(ValueError, match="begin each mini-batch with a micro-batch of sequences"):
         check_batch(replace(BATCH, plan=plan), **whole)
     check_batch(replace(BATCH, plan=[[[0, 1, 2], []]]), **whole)
 
 
 def test_a_plan_names_every_sample_once():
     for plan in ([[[0, 1]]], [[[0, 1, 2, 2]]], [[[0, 1, 3]]], [[[-1, 0, 1]]]):
-        with pytest.raises(ValueError, match="plan must name each of 3 samples once"):
+        with pytest.raises(ValueError, match="plan must name each of 3 sequences once"):
             check_batch(
                 replace(BATCH, plan=plan),
                 vocab_size=512,

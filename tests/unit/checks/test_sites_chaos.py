@@ -226,8 +226,8 @@ def test_a_lie_that_a_sample_shows_is_refused(kind: str, words: str):
 
 
 def test_log_probs_that_are_too_low_look_like_a_sample():
-    sound_logp = asyncio.run(received(encoded(HONEST))).rollout.geometric_logp
-    forged_logp = asyncio.run(received(encoded("below"))).rollout.geometric_logp
+    sound_logp = asyncio.run(received(encoded(HONEST))).rollout.geometric_logps[0]
+    forged_logp = asyncio.run(received(encoded("below"))).rollout.geometric_logps[0]
     assert forged_logp == pytest.approx(sound_logp - 1.0, abs=1e-6)
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -19,6 +20,7 @@ from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, GroupMember, place
 from megatron_opd.controller.snapshot_codec import decode_state, encode_state
 from megatron_opd.errors import UserError
+from megatron_opd.records.runs import SampledRun
 from megatron_opd.records.types import Sample
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.transport.samples import EncodedSample
@@ -230,9 +232,12 @@ def test_what_is_no_state_is_refused():
         decode_state(b"nothing")
     with pytest.raises(ValueError, match="not a controller's state"):
         decode_state(encode_state(NOTHING_YET)[:-3])
-    other = encode_state(NOTHING_YET).replace(b"\xa6format\x01", b"\xa6format\x09")
-    with pytest.raises(ValueError, match="must have format 1, got 9"):
+    other = encode_state(NOTHING_YET).replace(b"\xa6format\x02", b"\xa6format\x09")
+    with pytest.raises(ValueError, match="must have format 2, got 9"):
         decode_state(other)
+    line = [{"rollout": {"response_ids_T": b""}}]  # as format 1 had it
+    with pytest.raises(ValueError, match="must have format 2, got 1"):
+        decode_state(msgspec.msgpack.encode({"line": line, "format": 1}))
 
 
 def test_more_holders_than_permits_are_a_broken_state():
@@ -259,10 +264,10 @@ def broken(**changes):
         ({"line": [GroupMember()]}, "it must hold one of prompt, rollout and sample"),
         ({"sample": {"teacher_logp_N": np.zeros(3, np.float32)}}, "3 scores for 8 ids"),
         (
-            {"rollout": {"response_ids_T": np.zeros(3, np.int32)}},
-            "does not cover its 3 response tokens",
+            {"rollout": {"runs": (SampledRun(0, 4, 7),)}},
+            "does not cover its 3 sampled tokens",
         ),
-        ({"rollout": {"spans": ()}}, "its version spans do not cover the response"),
+        ({"rollout": {"spans": ()}}, "its version spans do not cover its sampled tokens"),
     ],
 )
 def test_a_state_that_cannot_have_been_is_refused(changes: dict, words: str):

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_opd.controller.snapshot import GroupMember, place
 from megatron_opd.data_workers.fetched import fetched_fault
-from megatron_opd.records.types import HeldSample, Sample
+from megatron_opd.records.types import HeldSample, Sample, SequenceSize
 from tests.support.fakes import held_rollout, make_prompt, make_sample
 
 SAMPLE = make_sample(0, version=3)
@@ -52,7 +52,7 @@ DRAWS = ROLLOUT.draws
         place(make_sample(0, version=2)),
         place(make_sample(0, version=3, num_tokens=3)),
         place(replace(SAMPLE, rollout=replace(ROLLOUT, finish_reason="length"))),
-        place(replace(SAMPLE, rollout=replace(ROLLOUT, prompt=make_prompt(0, 4)))),
+        place(replace(SAMPLE, rollout=replace(ROLLOUT, sequences=(ROLLOUT.sequences[0] + 1,)))),
         place(replace(SAMPLE, teacher_logp_N=with_first(SAMPLE.teacher_logp_N, NAN))),
         place(replace(SAMPLE, teacher_logp_N=with_first(SAMPLE.teacher_logp_N, -0.8))),
         place(other(ids_N=with_first(DRAWS.ids_N, 3))),
@@ -71,5 +71,8 @@ def test_arrays_that_are_not_those_it_told_of(member: GroupMember):
 
 def test_scores_where_no_teacher_was_asked_and_more_ids_than_were_told_of():
     assert fetched_fault(HeldSample(HELD, None), place(SAMPLE)) is not None
-    assert fetched_fault(msgspec.structs.replace(HELD, num_ids=7), place(ROLLOUT)) is not None
+    assert (
+        fetched_fault(msgspec.structs.replace(HELD, sizes=(SequenceSize(7, 4, 7),)), place(ROLLOUT))
+        is not None
+    )
     assert np.isfinite(SAMPLE.teacher_logp_N).all()

@@ -70,7 +70,7 @@ def test_what_is_sampled_is_kept_and_described():
         assert list(request.input_ids) == [0, 1, 2]
         assert msgspec.structs.replace(request, input_ids=REQUEST.input_ids) == REQUEST
         assert (answer.call, answer.tokens, answer.ids) == (1, 4, 8)
-        assert answer.geometric_logp == ROLLOUT.geometric_logp
+        assert answer.geometric_logp == ROLLOUT.geometric_logps[0]
         assert answer.size == make_sample(0).cache
         assert answer.spans == [(3, 0, 1), (4, 1, 4)]
         assert len(held) == 1

@@ -60,7 +60,7 @@ def test_a_filler_holds_nothing_and_changes_nothing_else():
 def test_a_filler_routes_freely_and_counts_nothing():
     spec: Any = SimpleNamespace(routed_scale=1)
     replay = Routing("rollout", "sampler", spec, (0, 1), torch.device("cpu"), 1, 0)
-    experts = np.zeros((len(INPUTS.ids_S) - len(INPUTS.prompt_B), 2, 3), np.uint8)
+    experts = np.zeros((len(INPUTS.ids_S) - len(INPUTS.length_B), 2, 3), np.uint8)
     routed = replace(INPUTS, experts_XLk=experts, gates_XLk=experts.astype(np.float32))
     *_, filler = distil_micros(with_filler(routed), 0, LAYOUT, replay)
     routing = filler.rows.packing.routing

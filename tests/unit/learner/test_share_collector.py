@@ -13,7 +13,7 @@ from megatron_opd.wire.keys import RankKeys
 from tests.support.wire import KEYS
 
 WORKER = "tcp://worker:1"
-PARTS = [("", ""), (WORKER, "k-1"), (WORKER, "k-2")]
+PARTS = [("", "", 0), (WORKER, "k-1", 0), (WORKER, "k-2", 0)]
 OWN = [memoryview(b"groups"), *(memoryview(b"own") for _ in range(FRAMES))]
 
 

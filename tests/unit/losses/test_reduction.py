@@ -81,6 +81,32 @@ def test_what_a_token_weighs(kind: dict):
     assert cache.student_logp_N.grad.tolist() == pytest.approx(expected[kind["type"]])
 
 
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["type"])
+def test_what_a_token_of_several_sequences_weighs(kind: dict):
+    """A sample of two sequences, of 1 and 3 tokens, and one of 2 tokens; each token's loss 1."""
+    one_T = torch.ones(6, dtype=torch.float64)
+    cache = ungrouped_cache(
+        student_logp_N=(-one_T).requires_grad_(),
+        sampler_logp_N=-one_T,
+        teacher_logp_N=-2 * one_T,
+        weight_N=one_T,
+        row_N=torch.arange(6),
+        path_T=torch.arange(6),
+        sample_T=torch.tensor([0, 1, 1, 1, 2, 2]),
+        share_B=torch.tensor([0.25, 0.75, 1.0], dtype=torch.float64),
+        num_samples=3,
+    )
+    result = evaluate(estimator(support={"type": "path"}, reduction=kind), cache)
+    (result.loss_sum / result.count).backward()
+    expected = {
+        "token_mean": [1 / 6] * 6,
+        "sequence_mean": [1 / 8] * 4 + [1 / 4] * 2,
+        "fixed_length": [1 / 14] * 6,
+    }
+    assert cache.student_logp_N.grad is not None
+    assert cache.student_logp_N.grad.tolist() == pytest.approx(expected[kind["type"]])
+
+
 @pytest.mark.parametrize("support", SUPPORTS, ids=lambda support: support["type"])
 def test_a_batch_of_no_tokens_is_zero(support: dict):
     for kind, sizes in itertools.product(KINDS, [(0,), (0, 0), ()]):

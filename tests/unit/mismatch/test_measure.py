@@ -69,7 +69,7 @@ class FakeLearner:
 
     async def score(self, shares: Any, *, replay: str) -> Scores:
         columns = [share.columns() for share in shares]
-        self.asked.append((sum(len(each.prompt_B) for each in columns), replay))
+        self.asked.append((sum(len(each.length_B) for each in columns), replay))
         ids_T = np.concatenate([each.ids_N[each.path_T] for each in columns])
         logp_T = -ids_T.astype("<f4") / 10 - {"off": 1, "experts": 0.5, "gates": 0}[replay]
         moved = {"off": 3, "experts": 1, "gates": 0}[replay]

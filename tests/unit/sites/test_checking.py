@@ -51,9 +51,9 @@ def logp(value):
 
 def ids(*values):
     """Cached ids of the first token; the response begins with the first of them."""
-    ids_N, response = HEALTHY.rollout.draws.ids_N.copy(), HEALTHY.rollout.response_ids_T.copy()
-    ids_N[:2], response[0] = values, values[0]
-    rollout = replace(HEALTHY.rollout, response_ids_T=response)
+    ids_N, ids_S = HEALTHY.rollout.draws.ids_N.copy(), HEALTHY.rollout.sequences[0].copy()
+    ids_N[:2], ids_S[HEALTHY.rollout.runs[0].start] = values, values[0]
+    rollout = replace(HEALTHY.rollout, sequences=(ids_S,))
     return replace(HEALTHY, rollout=replace(rollout, draws=replace(rollout.draws, ids_N=ids_N)))
 
 
@@ -64,7 +64,9 @@ def scores(value):
 
 
 def other_prompt():
-    return replace(HEALTHY, rollout=replace(HEALTHY.rollout, prompt=make_prompt(0, num_tokens=4)))
+    ids_S = HEALTHY.rollout.sequences[0].copy()
+    ids_S[0] += 1
+    return replace(HEALTHY, rollout=replace(HEALTHY.rollout, sequences=(ids_S,)))
 
 
 def test_a_sound_sample_is_taken_with_our_prompt_and_our_clock():

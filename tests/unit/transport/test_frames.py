@@ -1,4 +1,4 @@
-"""A rank's share travels as the frames of its samples, or is refused."""
+"""A rank's share travels as the frames of its sequences, or is refused."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_opd.batching.advantages import no_groups
-from megatron_opd.batching.shares import Share
+from megatron_opd.batching.shares import Share, sequences_of
 from megatron_opd.records.columns import COLUMNS
 from megatron_opd.transport.frames import from_frames, largest_frame_bytes, to_frames
 from megatron_opd.transport.samples import EncodedSample, encode_sample
@@ -20,7 +20,13 @@ NARROWED = ("sampler_logp_N", "teacher_logp_N")
 def share_of(count: int) -> Share:
     batch = make_batch(count)
     groups = replace(no_groups(count), advantage_B=np.arange(count) - 0.5)
-    return Share(batch.update, batch.version, [[list(range(count))]], batch.samples, groups)
+    return Share(
+        batch.update,
+        batch.version,
+        [[list(range(count))]],
+        tuple(sequences_of(batch.samples)),
+        groups,
+    )
 
 
 def test_a_share_arrives_as_its_columns():
@@ -40,9 +46,9 @@ def test_a_share_arrives_as_its_columns():
 
 def test_frames_that_were_made_before_are_sent_as_they_are():
     share = share_of(3)
-    encoded = tuple(EncodedSample.of(sample, 0) for sample in share.samples)
+    encoded = [EncodedSample.of(each.sample, 0) for each in share.sequences]
     first = [frame for sample in encoded for frame in sample.frames]
-    sent = to_frames(replace(share, samples=encoded))[1:]
+    sent = to_frames(replace(share, sequences=tuple(sequences_of(encoded))))[1:]
     assert all(a is b for a, b in zip(sent, first, strict=True))
     assert [bytes(a) for a in sent] == [bytes(b) for b in to_frames(share)[1:]]
 
@@ -50,16 +56,17 @@ def test_frames_that_were_made_before_are_sent_as_they_are():
 @pytest.mark.parametrize("count", [0, 1, 4, 8, 14])
 def test_another_number_of_frames_is_refused(count: int):
     frames = to_frames(share_of(3))
-    with pytest.raises(ValueError, match=f"1 frame and 4 a sample, got {count}"):
+    with pytest.raises(ValueError, match=f"1 frame and 4 a sequence, got {count}"):
         from_frames(0, 4, [[[0]]], [*frames, *frames][:count])
 
 
 def test_samples_must_all_carry_routing_or_none():
     share = share_of(2)
-    rollout = share.samples[0].rollout
+    first, second = (each.sample for each in share.sequences)
+    rollout = first.rollout
     experts = np.zeros((rollout.num_tokens - 1, 3, 2), np.uint8)
-    routed = replace(share.samples[0], rollout=replace(rollout, experts_XLk=experts))
-    mixed = replace(share, samples=(routed, share.samples[1]))
+    routed = replace(first, rollout=replace(rollout, experts_XLk=experts))
+    mixed = replace(share, sequences=tuple(sequences_of([routed, second])))
     with pytest.raises(ValueError, match="got 1 of 2, 1 kinds"):
         from_frames(0, 4, share.plan, to_frames(mixed))
 

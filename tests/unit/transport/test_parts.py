@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron_opd.batching.advantages import no_groups
-from megatron_opd.batching.shares import Share
+from megatron_opd.batching.shares import Share, sequences_of
 from megatron_opd.records.columns import RankBatch
 from megatron_opd.transport.frames import from_frames, inputs_from_frames, to_frames
 from megatron_opd.transport.parts import Needs, part_of
@@ -28,7 +28,7 @@ def frames_of(dtype: type = np.uint8, *, weighed: bool = True) -> list[Buffer]:
         gates = np.random.default_rng(1).random(experts.shape).astype(np.float32)
         rollout = replace(sample.rollout, experts_XLk=experts, gates_XLk=gates if weighed else None)
         samples.append(replace(sample, rollout=rollout))
-    return to_frames(Share(3, 4, PLAN, tuple(samples), no_groups(3)))
+    return to_frames(Share(3, 4, PLAN, tuple(sequences_of(samples)), no_groups(3)))
 
 
 def read(frames: list[Buffer]) -> RankBatch:
@@ -95,5 +95,5 @@ def test_routing_of_another_model_is_refused(place: int, frame: bytes | None, wo
 def test_another_number_of_frames_is_left_to_the_decoder(count: int):
     part = part_of(frames_of()[:count], NEEDS)
     assert len(part) == count
-    with pytest.raises(ValueError, match=f"1 frame and {FRAMES} a sample, got {count}"):
+    with pytest.raises(ValueError, match=f"1 frame and {FRAMES} a sequence, got {count}"):
         read(part)

@@ -35,8 +35,8 @@ def test_each_head_receives_exactly_its_own_samples():
         assert isinstance(request, m.Train)
         assert (request.update, request.version) == (3, 4)
         share = from_frames(request.update, request.version, request.plan, frames)
-        assert len(share.prompt_B) == 4
-        ends = np.cumsum(share.prompt_B + share.response_B)
+        assert len(share.length_B) == 4
+        ends = np.cumsum(share.length_B)
         seen += [int(ids[0]) // 100 for ids in np.split(share.ids_S, ends[:-1])]
         used = sorted(i for mini in request.plan for micro in mini for i in micro)
         assert used == [0, 1, 2, 3]

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from megatron_opd.batching.rank_batch import check_sample
 from megatron_opd.records.types import Sample
 from megatron_opd.transport.samples import (
+    FRAMES,
     EncodedSample,
     decode_inputs,
     decode_sample,
@@ -20,6 +21,7 @@ from megatron_opd.transport.samples import (
 )
 from sglang_bridge.arrays import pack
 from tests.support.batches import make_sample
+from tests.support.trajectories import Layout, layouts, trajectory
 from tests.support.wire import safe
 
 SAMPLE = make_sample(7, 5)
@@ -114,6 +116,28 @@ def test_routing_travels_beside_its_sample(dtype: type, weighed: bool):
         decode_sample(7, (*head, routing[0][: -6 * experts.itemsize], b""))
 
 
+@settings(max_examples=60, deadline=None)
+@given(layouts, st.booleans())
+def test_a_trajectory_travels_as_its_sequences(layout: Layout, routed: bool):
+    sample = trajectory(7, layout, routed=routed)
+    frames = encode_sample(sample)
+    assert len(frames) == FRAMES * len(layout)
+    found, rollout = decode_sample(7, frames), sample.rollout
+    assert found.rollout.runs == rollout.runs
+    for ours, theirs in zip(found.rollout.sequences, rollout.sequences, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    for name in ("offsets_T1", "ids_N", "path_T"):
+        np.testing.assert_array_equal(
+            getattr(found.rollout.draws, name), getattr(rollout.draws, name)
+        )
+    np.testing.assert_array_equal(found.rollout.versions_T(), rollout.versions_T())
+    np.testing.assert_array_equal(found.rollout.experts_XLk, rollout.experts_XLk)
+    assert np.abs(found.teacher_logp_N - sample.teacher_logp_N).max() < 1e-3
+    for count in (1, len(frames) - 1, len(frames) + 1):
+        with pytest.raises(ValueError, match=f"sample 7: {count} frames, of 4 a sequence"):
+            decode_sample(7, [*frames, b""][:count])
+
+
 def test_gates_without_experts_are_refused():
     head = encode_sample(SAMPLE)[:2]
     with pytest.raises(ValueError, match="gates_XLk of 4 bytes cannot be of 0 experts"):
@@ -138,12 +162,17 @@ INTS = lambda *values: pack(np.array(values, np.int64))  # noqa: E731
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"prompt": 0}, "a prompt of 0 of 9 tokens"),
-        ({"prompt": 9}, "a prompt of 9 of 9 tokens"),
-        ({"prompt": -1}, "a prompt of -1 of 9 tokens"),
-        ({"prompt": "4"}, "cannot be read"),
+        ({"runs": []}, "each of 1 sequences must have a run"),
+        ({"runs": [[0, 9, 0]]}, "a run of ids 0..9 of 9"),
+        ({"runs": [[9, 9, 0]]}, "a run of ids 9..9 of 9"),
+        ({"runs": [[4, 10, 0]]}, "a run of ids 4..10 of 9"),
+        ({"runs": [[4, 9, -1]]}, "a run of ids 4..9 of 9, turn -1"),
+        ({"runs": [[2, 5, 0], [4, 9, 1]]}, "runs overlap at id 4 of sequence 0"),
+        ({"runs": [[6, 9, 0], [2, 4, 1]]}, "runs overlap at id 2 of sequence 0"),
+        ({"runs": [[4, 8, 0]]}, "sequence 0 of 9 ids must end with a sampled one"),
+        ({"runs": [[4, "9", 0]]}, "cannot be read"),
         ({"ids": b""}, "column ids_S: expected whole numbers"),
-        ({"ids": INTS()}, "a prompt of 4 of 0 tokens"),
+        ({"ids": INTS()}, "a run of ids 4..9 of 0"),
         ({"experts": [0, 1, 1]}, "cannot be of kind"),
         ({"experts": [1, 1, 4]}, "cannot be of kind"),
         ({"experts": [-1, -1, 1]}, "cannot be of kind"),
@@ -191,8 +220,8 @@ def test_damaged_columns_are_refused(change: dict[str, Any], message: str):
 
 def test_tokens_are_read_without_the_cache():
     inputs = decode_inputs(7, (FIRST[0], b"", b"", b""))
-    assert inputs.token_ids_P.tolist() == SAMPLE.rollout.prompt.token_ids_P.tolist()
-    assert inputs.response_ids_T.tolist() == SAMPLE.rollout.response_ids_T.tolist()
+    assert inputs.ids_S.tolist() == SAMPLE.rollout.sequences[0].tolist()
+    assert inputs.position_T.tolist() == [4, 5, 6, 7, 8]
     with pytest.raises(ValueError, match="sample 7: no draw cache"):
         decode_sample(7, (FIRST[0], b"", b"", b""))
 
