@@ -34,7 +34,6 @@ from sglang_bridge.protocol import (
 )
 from sglang_bridge.tables import (
     WEIGHT_SLACK,
-    RowTable,
     check_logp,
     check_weights,
     is_int,
@@ -162,15 +161,6 @@ def parse_scores(
     nothing_forced_N = np.zeros(len(selected.ids_N), dtype=bool)
     check_weights(url, selected, request.num_atoms, request.num_draws, nothing_forced_N)
     return ScoreReply(logp_N, join(request, logp_N, selected))
-
-
-def empty_scores(request: ScoreRequest) -> ScoreReply:
-    """Returns the reply to a request of no rows."""
-    ids, values = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
-    if not request.selects:
-        return ScoreReply(values)
-    offsets_T1 = np.zeros(1, dtype=np.int64)
-    return ScoreReply(values, join(request, values, RowTable(offsets_T1, ids, values, values)))
 
 
 def parse_pieces(

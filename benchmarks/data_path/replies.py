@@ -43,7 +43,7 @@ def score_reply(case: Case, rows: Rows, rid: str) -> bytes:
     """Return the reply to the request to score the rows' ids."""
     record = ScoreRecord(
         {
-            wire.SCORE_START: PROMPT - 1,
+            wire.SCORE_RUNS: to_text(pack(np.array([PROMPT, PROMPT + case.tokens]))),
             wire.SCORE_LENGTHS: to_text(pack(np.full(case.tokens, case.ids))),
             wire.SCORE_IDS: to_text(pack(rows.columns["ids_N"])),
         }

@@ -45,7 +45,7 @@ def score_request(
     return ScoreRequest(
         rid=rid,
         input_ids=np.concatenate([prompt_ids_P, response_ids_T]),
-        num_prompt_tokens=len(prompt_ids_P),
+        runs=((len(prompt_ids_P), len(prompt_ids_P) + len(response_ids_T)),),
         offsets_T1=cached.offsets_T1,
         ids_N=cached.ids_N,
         temperature=temperature,

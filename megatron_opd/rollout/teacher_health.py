@@ -130,7 +130,7 @@ class HealthProbe:
         request = ScoreRequest(
             rid=f"{self._run_id}-health-{whom}-{prompt.uid}",
             input_ids=np.concatenate([prompt.token_ids_P, rollout.response_ids_T]),
-            num_prompt_tokens=len(prompt.token_ids_P),
+            runs=((len(prompt.token_ids_P), rollout.num_tokens),),
             offsets_T1=offsets_T1,
             ids_N=ids_N,
             temperature=temperature,

@@ -44,8 +44,8 @@ ROLLOUTS = {
 }
 SCORES = ScoreRequest(
     rid="s",
-    input_ids=[1, 2, 3, 4, 5],
-    num_prompt_tokens=2,
+    input_ids=[1, 2, 3, 4, 5, 6, 7],
+    runs=((2, 3), (5, 7)),
     offsets_T1=np.array([0, 2, 2, 3]),
     ids_N=np.array([7, 8, 9], np.int32),
 )

@@ -14,20 +14,18 @@ from sglang_bridge.server import scoring, selection_plan
 from sglang_bridge.server.compat import batches, ranks
 from sglang_bridge.server.masses import BLOCK
 from sglang_bridge.server.score_plan import ScorePlan
-from tests.support.server_requests import fake_request, score_request
+from tests.support.server_requests import fake_request, score_request, scoring_batch
 
 
 def run_plan(
     requests: list, prefixes: list[int], extends: list[int], starts: list[int], logits, chunk: int
 ) -> None:
-    """One forward pass over `logits` [rows, V], shown to the plan in chunks."""
-    batch = SimpleNamespace(
-        reqs=requests,
-        prefix_lens=prefixes,
-        extend_lens=extends,
-        extend_logprob_start_lens=starts,
-    )
-    plan = ScorePlan(batch, torch.Generator().manual_seed(7))
+    """One forward pass, shown to the plan in chunks; logits: [rows, V], those SGLang offers."""
+    batch = scoring_batch(requests, prefixes, extends, starts)
+    rows = scoring.rows_of(batch)
+    if rows.chosen_L is not None:
+        logits = logits[rows.chosen_L]
+    plan = ScorePlan(rows, torch.Generator().manual_seed(7))
     plan.begin(len(logits), torch.device("cpu"))
     for first in range(0, len(logits), chunk):
         plan.take(logits[first : first + chunk])
@@ -138,14 +136,9 @@ def test_an_unscored_row_stays_nan():
 
 
 def test_other_rows_than_planned_are_an_error():
-    batch = SimpleNamespace(
-        reqs=[score_request(0, [1], [1])],
-        prefix_lens=[0],
-        extend_lens=[2],
-        extend_logprob_start_lens=[0],
-    )
+    rows = scoring.rows_of(scoring_batch([score_request(0, [1, 1], [1, 1])], [0], [2], [0]))
     with pytest.raises(RuntimeError, match="planned 2 logit rows, SGLang computes 3"):
-        ScorePlan(batch, torch.Generator()).begin(3, torch.device("cpu"))
+        ScorePlan(rows, torch.Generator()).begin(3, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("atoms", [0, 2])
@@ -159,13 +152,8 @@ def test_a_chunk_is_scored_in_place(atoms: int, deterministic: Callable[[bool], 
         score_request(0, [2] * 11, list(range(22)), **wants),
         score_request(0, [1] * 12, list(range(12)), **wants),
     ]
-    batch = SimpleNamespace(
-        reqs=requests,
-        prefix_lens=[0, 0],
-        extend_lens=[12, 12],
-        extend_logprob_start_lens=[0, 0],
-    )
-    plan = ScorePlan(batch, torch.Generator().manual_seed(7))
+    batch = scoring_batch(requests, [0, 0], [12, 12], [0, 0])
+    plan = ScorePlan(scoring.rows_of(batch), torch.Generator().manual_seed(7))
     plan.begin(rows, torch.device("cpu"))
     with Passes(logits) as counted:
         plan.take(logits)

@@ -15,6 +15,7 @@ from sglang_bridge.server import draws, scoring, seeded
 from sglang_bridge.server.compat import batches, ranks
 from sglang_bridge.server.score_plan import ScorePlan
 from sglang_bridge.server.text import to_text
+from tests.support.server_requests import scoring_batch
 
 SEED = st.integers(-(2**63), 2**63 - 1)
 
@@ -193,13 +194,9 @@ def selection_of(passes: list[int], beside: bool, seed: int) -> dict[str, str]:
     done = 0
     for count in passes:
         chosen = made[: 1 + beside]
-        batch = SimpleNamespace(
-            reqs=chosen,
-            prefix_lens=[done] * len(chosen),
-            extend_lens=[count] * len(chosen),
-            extend_logprob_start_lens=[0] * len(chosen),
-        )
-        plan = ScorePlan(batch, torch.Generator())
+        count_of = [count] * len(chosen)
+        batch = scoring_batch(chosen, [done] * len(chosen), count_of, [0] * len(chosen))
+        plan = ScorePlan(scoring.rows_of(batch), torch.Generator())
         rows = logits[done : done + count].repeat(len(chosen), 1)
         plan.begin(len(rows), torch.device("cpu"))
         plan.take(rows)
@@ -210,7 +207,7 @@ def selection_of(passes: list[int], beside: bool, seed: int) -> dict[str, str]:
 
 def score_params(rows: int) -> dict[str, object]:
     return {
-        wire.SCORE_START: 0,
+        wire.SCORE_RUNS: to_text(pack(np.array([1, rows + 1]))),
         wire.SCORE_LENGTHS: to_text(pack(np.zeros(rows, np.int32))),
         wire.SCORE_IDS: to_text(pack(np.zeros(0, np.int32))),
     }
