@@ -93,9 +93,11 @@ def parse_rollout(
     prompt_tokens = len(request.input_ids)
     fault = length_fault(len(ids_T), kind, request.max_new_tokens, prompt_tokens, known)
     require(url, fault is None, fault or "")
+    cached = _count(url, meta, "cached_tokens")
+    require(url, cached < prompt_tokens, f"had {cached} of {prompt_tokens} input_ids in its cache")
     if not request.keeps_cache:
         spans = _native_spans(url, meta, len(ids_T), known)
-        return RolloutReply(ids_T, kind, None, spans, url)
+        return RolloutReply(ids_T, kind, None, spans, url, cached_tokens=cached)
     payload = _payload(url, meta, wire.DRAWS)
     draws = _draw_cache(url, payload, ids_T, request, known)
     spans = _run_lengths(url, payload.get("versions"), len(ids_T), known)
@@ -105,7 +107,7 @@ def parse_rollout(
         payload = _payload(url, meta, wire.EXPERTS)
         experts = _experts(url, payload, inputs)
         gates = _gates(url, payload, experts) if request.gates else None
-    return RolloutReply(ids_T, kind, draws, spans, url, experts, gates)
+    return RolloutReply(ids_T, kind, draws, spans, url, experts, gates, cached)
 
 
 def _output_ids(url: str, reply: Any, vocab_size: int) -> np.ndarray:

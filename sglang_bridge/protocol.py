@@ -85,8 +85,10 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache and a server that keeps them (ServerSpec.routed_experts). gates: and with what weights
     (ServerSpec.routed_gates). temperature: 0 = greedy. stop_token_ids: end the response besides the
     model's own end-of-sequence ids. stop: strings that end it, as soon as its text holds one. seed:
-    of the path on every server, and on deterministic ones of all that is random; without one the
-    server samples by its own generator (a deterministic server: by one seed for all). exact: the
+    of the path on every server, and on deterministic ones of all that is random; its numbers belong
+    to positions counted from the first of input_ids, so that a later turn of the same seed has
+    others. Without one the server samples by its own generator (a deterministic server: by one seed
+    for all). exact: the
     log-probs of all cached ids travel as float32, and not only those of the path (arrays.py).
     """
 
@@ -147,7 +149,8 @@ class RolloutReply:
     request asked for none. url: the server that sampled it. experts_XLk: uint8 or uint16 [P + T -
     1, layers with experts, experts a token], where each input went when it was last computed; None
     unless asked for. gates_XLk: float32, the weights that these experts' outputs were multiplied
-    with, in the same order; None unless asked for.
+    with, in the same order; None unless asked for. cached_tokens: of input_ids, those whose keys
+    and values the server had from earlier requests when it took this one up.
     """
 
     output_ids_T: IntArray
@@ -157,6 +160,7 @@ class RolloutReply:
     url: str = ""
     experts_XLk: ExpertArray | None = None
     gates_XLk: FloatArray | None = None
+    cached_tokens: int = 0
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):

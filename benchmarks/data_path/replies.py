@@ -34,6 +34,7 @@ def rollout_reply(case: Case, rows: Rows, rid: str, version: str = "0") -> bytes
         "id": rid,
         "finish_reason": {"type": "length", "length": case.tokens},
         "weight_versions": [{"version": version, "start": 0, "end": case.tokens}],
+        "cached_tokens": 0,
         wire.PAYLOAD: [payload],
     }
     return encode_answer({"output_ids": rows.output_ids_T.tolist(), "meta_info": meta})
