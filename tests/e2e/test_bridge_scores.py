@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerRefused
+from sglang_bridge.http import HttpConnection
 from sglang_bridge.protocol import RolloutRequest, ScoreReply, ScoreRequest
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.replies import SCORES, TOLERANCE, check_selection, expected_scores, ragged_request
@@ -209,6 +210,41 @@ def test_scores_beside_generation(teacher_server: ServerProcess, reference):
         bounded(SCORES, error, TOLERANCE, request.rid)
         if request.selects:
             check_selection(reference, request, reply)
+
+
+def test_sglangs_own_log_probs_beside_scores(teacher_server: ServerProcess, reference):
+    """They share a pass: all wait behind 17 chunks of 32, and together are shorter than one."""
+    long = ragged_request("long", 400, 144, seed=500)
+    scored = [ragged_request(f"own{i}", 1, 2, 501 + i, more=(3, 1)) for i in range(3)]
+    ids = [7, 300, 41, 9, 123, 60]
+    asked = {
+        "input_ids": ids,
+        "return_logprob": True,
+        "logprob_start_len": 0,
+        "top_logprobs_num": 2,
+        "sampling_params": {"max_new_tokens": 1},
+    }
+
+    async def run():
+        http = HttpConnection(teacher_server.spec.url, timeout_s=60)
+        async with ServerClient(teacher_server.spec.url, timeout_s=60) as client:
+            before = await client.work()
+            other = http.request("POST", "/generate", asked, max_bytes=1 << 20)
+            *replies, answer = await asyncio.gather(*map(client.score, [long, *scored]), other)
+            passes, requests = (await client.work()).since(before).prefill.gram[:2]
+        await http.close()
+        return replies, answer["meta_info"], requests - passes
+
+    replies, meta, shared = asyncio.run(run())
+    assert shared > 0
+    for request, reply in zip([long, *scored], replies, strict=True):
+        error = np.abs(reply.logp_N - expected_scores(reference, request)).max()
+        bounded(SCORES, error, TOLERANCE, request.rid)
+    logp = log_softmax(reference_logits(reference, ids))[:-1]
+    own = [value for value, _, _ in meta["input_token_logprobs"][1:]]
+    assert np.abs(own - logp[np.arange(5), ids[1:]]).max() < TOLERANCE
+    top = [[value for value, _, _ in row] for row in meta["input_top_logprobs"][1:]]
+    assert np.abs(top - np.sort(logp)[:, :-3:-1]).max() < TOLERANCE
 
 
 def test_ids_outside_the_vocabulary_are_refused(teacher_server: ServerProcess):
