@@ -216,7 +216,7 @@ def around_input_logprobs(
     get_logits_fn: Callable[..., torch.Tensor],
     **kwargs: Any,
 ) -> Any:
-    """Has the rows of this pass computed, on every rank; its plan sees each chunk of logits."""
+    """Computes the rows of this pass, on every rank, and shows its plan each chunk of logits."""
     plan, rows = _plan, _rows
 
     def scored(processor: Any, states_LH: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
