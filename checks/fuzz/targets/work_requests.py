@@ -134,9 +134,26 @@ def odd_numbers(rng: Random) -> bytes:
     return msgspec.msgpack.encode(tree)
 
 
+def other_runs(rng: Random) -> bytes:
+    """A request with other runs, and as many rows as they have ids; many cannot be."""
+    tree = msgspec.msgpack.decode(BODIES[2])
+    params = tree["sampling_params"]["custom_params"]
+    edges = [rng.randint(0, len(SCORE.input_ids)) for _ in range(2 * rng.randint(1, 3))]
+    if rng.random() < 0.5:
+        edges.sort()
+    edges[-1] = rng.choice((len(SCORE.input_ids), edges[-1]))
+    rows = sum(stop - start for start, stop in zip(edges[::2], edges[1::2], strict=True))
+    lengths = [len(SCORE.ids_N), *[0] * (rows - 1)]
+    params[wire.SCORE_RUNS] = arrays.pack(np.array(edges))
+    params[wire.SCORE_LENGTHS] = arrays.pack(np.array(lengths))
+    return msgspec.msgpack.encode(tree)
+
+
 def make(rng: Random) -> bytes:
-    """A body after damage to its arrays, its tree or its bytes."""
+    """A body after damage to its arrays, its runs, its tree or its bytes."""
     kind = rng.random()
+    if kind < 0.1:
+        return other_runs(rng)
     if kind < 0.4:
         return odd_numbers(rng)
     return msgpack_bytes(TREES(rng)) if kind < 0.8 else BYTES(rng)
