@@ -22,7 +22,6 @@ from sglang_bridge.errors import BridgeError, ServerRefused
 from sglang_bridge.http import REPLY_BYTES, HttpConnection
 from sglang_bridge.parse import (
     Known,
-    empty_scores,
     is_pending,
     parse_answers,
     parse_done,
@@ -140,12 +139,10 @@ class ServerClient:
         return parse_rollout(self.url, reply, request, self.known)
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
-        """Scores every id of `request` with log q, in one try. An empty response sends no request.
+        """Scores every id of `request` with log q, in one try.
 
         A second try selects anew (a deterministic server: the same).
         """
-        if request.num_tokens == 0:
-            return empty_scores(request)
         # A name of its own: the server may still be busy with an earlier try.
         rid = f"{request.rid}-{next(self._numbers)}."
         reply = await self._work(rid, encode_score(rid, request), request.reply_bytes)

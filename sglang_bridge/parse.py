@@ -34,7 +34,6 @@ from sglang_bridge.protocol import (
 )
 from sglang_bridge.tables import (
     WEIGHT_SLACK,
-    RowTable,
     check_logp,
     check_weights,
     is_int,
@@ -94,9 +93,11 @@ def parse_rollout(
     prompt_tokens = len(request.input_ids)
     fault = length_fault(len(ids_T), kind, request.max_new_tokens, prompt_tokens, known)
     require(url, fault is None, fault or "")
+    cached = _count(url, meta, "cached_tokens")
+    require(url, cached < prompt_tokens, f"had {cached} of {prompt_tokens} input_ids in its cache")
     if not request.keeps_cache:
         spans = _native_spans(url, meta, len(ids_T), known)
-        return RolloutReply(ids_T, kind, None, spans, url)
+        return RolloutReply(ids_T, kind, None, spans, url, cached_tokens=cached)
     payload = _payload(url, meta, wire.DRAWS)
     draws = _draw_cache(url, payload, ids_T, request, known)
     spans = _run_lengths(url, payload.get("versions"), len(ids_T), known)
@@ -106,7 +107,7 @@ def parse_rollout(
         payload = _payload(url, meta, wire.EXPERTS)
         experts = _experts(url, payload, inputs)
         gates = _gates(url, payload, experts) if request.gates else None
-    return RolloutReply(ids_T, kind, draws, spans, url, experts, gates)
+    return RolloutReply(ids_T, kind, draws, spans, url, experts, gates, cached)
 
 
 def _output_ids(url: str, reply: Any, vocab_size: int) -> np.ndarray:
@@ -162,15 +163,6 @@ def parse_scores(
     nothing_forced_N = np.zeros(len(selected.ids_N), dtype=bool)
     check_weights(url, selected, request.num_atoms, request.num_draws, nothing_forced_N)
     return ScoreReply(logp_N, join(request, logp_N, selected))
-
-
-def empty_scores(request: ScoreRequest) -> ScoreReply:
-    """Returns the reply to a request of no rows."""
-    ids, values = np.empty(0, dtype=np.int32), np.empty(0, dtype=np.float32)
-    if not request.selects:
-        return ScoreReply(values)
-    offsets_T1 = np.zeros(1, dtype=np.int64)
-    return ScoreReply(values, join(request, values, RowTable(offsets_T1, ids, values, values)))
 
 
 def parse_pieces(

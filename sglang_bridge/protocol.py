@@ -1,6 +1,6 @@
 """Defines the records that cross between the pipeline and SGLang. Frozen, torch-free.
 
-Axes, as name suffixes: T response tokens of one request, N flattened (token, cached action) pairs.
+Axes, as name suffixes: T sampled tokens of one request, N flattened (token, cached action) pairs.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Literal
 
 import msgspec
@@ -84,8 +85,10 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True):
     cache and a server that keeps them (ServerSpec.routed_experts). gates: and with what weights
     (ServerSpec.routed_gates). temperature: 0 = greedy. stop_token_ids: end the response besides the
     model's own end-of-sequence ids. stop: strings that end it, as soon as its text holds one. seed:
-    of the path on every server, and on deterministic ones of all that is random; without one the
-    server samples by its own generator (a deterministic server: by one seed for all). exact: the
+    of the path on every server, and on deterministic ones of all that is random; its numbers belong
+    to positions counted from the first of input_ids, so that a later turn of the same seed has
+    others. Without one the server samples by its own generator (a deterministic server: by one seed
+    for all). exact: the
     log-probs of all cached ids travel as float32, and not only those of the path (arrays.py).
     """
 
@@ -146,7 +149,8 @@ class RolloutReply:
     request asked for none. url: the server that sampled it. experts_XLk: uint8 or uint16 [P + T -
     1, layers with experts, experts a token], where each input went when it was last computed; None
     unless asked for. gates_XLk: float32, the weights that these experts' outputs were multiplied
-    with, in the same order; None unless asked for.
+    with, in the same order; None unless asked for. cached_tokens: of input_ids, those whose keys
+    and values the server had from earlier requests when it took this one up.
     """
 
     output_ids_T: IntArray
@@ -156,20 +160,24 @@ class RolloutReply:
     url: str = ""
     experts_XLk: ExpertArray | None = None
     gates_XLk: FloatArray | None = None
+    cached_tokens: int = 0
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Asks to score ids after each prefix of a response. input_ids: prompt + response, P + T.
+    """Asks to score ids in the place of each sampled token of a sequence, in one forward pass.
 
-    Row t (offsets_T1[t]:offsets_T1[t + 1] of ids_N) is scored under q_t = softmax(logits /
-    temperature) at absolute position P - 1 + t, which predicts response token t. num_atoms,
-    num_draws: ids to select from q_t besides, in every row, by DrawCache's rule. seed: of those
-    draws, read by deterministic servers alone. exact: scores travel as float32.
+    input_ids: the whole sequence. runs: (start, stop) among them of what was sampled, at least one;
+    T sampled tokens in all, the others are given (prompt, tool results). The first id is given, the
+    last one sampled: what came after it would be computed for nothing. Row t (of ids_N,
+    offsets_T1[t]:offsets_T1[t + 1]) is scored under q_t = softmax(logits / temperature) at the
+    position before sampled token t, which predicts it. num_atoms, num_draws: ids to select from q_t
+    besides, in every row, by DrawCache's rule. seed: of those draws, read by deterministic servers
+    alone. exact: scores travel as float32.
     """
 
     rid: str
     input_ids: Sequence[int] | IntArray
-    num_prompt_tokens: int
+    runs: tuple[tuple[int, int], ...]
     offsets_T1: OffsetArray
     ids_N: IntArray
     temperature: float = 1.0
@@ -179,11 +187,12 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
     exact: bool = False
 
     def __post_init__(self) -> None:
-        tokens = len(self.offsets_T1) - 1
-        if self.num_prompt_tokens < 1 or len(self.input_ids) != self.num_prompt_tokens + tokens:
+        check_runs(self.runs, len(self.input_ids))
+        tokens = sum(stop - start for start, stop in self.runs)
+        if len(self.offsets_T1) != tokens + 1:
             raise ValueError(
-                f"input_ids must hold num_prompt_tokens + T tokens, got {len(self.input_ids)} for "
-                f"num_prompt_tokens={self.num_prompt_tokens}, T={tokens}"
+                f"offsets_T1 must hold an offset more than the runs have ids, T={tokens}, "
+                f"got {len(self.offsets_T1)}"
             )
         if self.offsets_T1[0] != 0 or self.offsets_T1[-1] != len(self.ids_N):
             raise ValueError(
@@ -195,8 +204,13 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Returns the number of response tokens, T."""
+        """Returns the number of sampled tokens, T."""
         return len(self.offsets_T1) - 1
+
+    @property
+    def position_T(self) -> OffsetArray:
+        """Returns int64 [T]: the positions in input_ids whose logits the rows are scored with."""
+        return row_positions(self.runs)
 
     @property
     def selects(self) -> bool:
@@ -213,11 +227,11 @@ class ScoreRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Holds for each response row the union of the ids that were given and those selected from q.
+    """Holds for each row of a request the union of its ids and those selected from q.
 
     offsets_T1: int64 [T + 1]. ids_N: int32, strictly increasing inside a row. weight_N: float32,
     > 0 for every selected id (q(id) for an atom, tail mass * hits / num_draws for a draw), 0 for an
-    id that was only given. logp_N: float32, log q(id | prefix), finite. given_N: int64, over the
+    id of the request alone. logp_N: float32, log q(id | prefix), finite. given_N: int64, over the
     request's N: index into this ids_N of each id of the request, in its order.
     """
 
@@ -318,6 +332,27 @@ class WeightPiece:
     length: int
     dtype: str
     digest: str
+
+
+def row_positions(runs: Sequence[tuple[int, int]]) -> OffsetArray:
+    """Returns int64 [T]: the position before each id of the runs, which predicts it."""
+    return np.concatenate([np.arange(start - 1, stop - 1) for start, stop in runs])
+
+
+def check_runs(runs: Sequence[tuple[int, int]], num_ids: int) -> None:
+    """Raises ValueError for what cannot be the sampled runs of a sequence of num_ids ids."""
+    if not runs:
+        raise ValueError("runs must hold at least one run of sampled ids, got none")
+    for start, stop in runs:
+        if not 1 <= start < stop:
+            raise ValueError(f"a run must have 1 <= start < stop, got {start}..{stop}")
+    for (_, stop), (start, _) in pairwise(runs):
+        if start < stop:
+            raise ValueError(f"runs must rise and not overlap, got {start} after stop={stop}")
+    if runs[-1][1] != num_ids:
+        raise ValueError(
+            f"the last run must end with the last of {num_ids} input_ids, got stop={runs[-1][1]}"
+        )
 
 
 def check_support(num_atoms: int, num_draws: int, thin: bool = False) -> None:

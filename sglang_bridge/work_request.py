@@ -68,9 +68,8 @@ def encode_rollout(request: RolloutRequest) -> bytes:
 
 def encode_score(rid: str, request: ScoreRequest) -> bytes:
     """Encodes the request for scores under the name `rid`."""
-    start = request.num_prompt_tokens - 1
     params: dict[str, Scalar] = {
-        wire.SCORE_START: start,
+        wire.SCORE_RUNS: pack(np.array(request.runs)),
         wire.SCORE_LENGTHS: pack(np.diff(request.offsets_T1)),
         wire.SCORE_IDS: pack(request.ids_N),
         wire.SCORE_TEMPERATURE: request.temperature,
@@ -81,8 +80,9 @@ def encode_score(rid: str, request: ScoreRequest) -> bytes:
         params[wire.EXACT] = True
     sampling = Sampling(max_new_tokens=0, sampling_seed=request.seed, custom_params=params)
     ids = pack(np.asarray(request.input_ids))
+    first = request.runs[0][0] - 1
     return _ENCODER.encode(
-        WorkRequest(rid, ids, sampling, return_logprob=True, logprob_start_len=start)
+        WorkRequest(rid, ids, sampling, return_logprob=True, logprob_start_len=first)
     )
 
 

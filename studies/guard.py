@@ -83,8 +83,8 @@ class OtherPrompt(Spoiled):
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
         """After the prompt read backwards."""
-        ids = np.asarray(request.input_ids).copy()
-        ids[: request.num_prompt_tokens] = ids[: request.num_prompt_tokens][::-1]
+        ids, first = np.asarray(request.input_ids).copy(), request.runs[0][0]
+        ids[:first] = ids[:first][::-1]
         return await self._client.score(msgspec.structs.replace(request, input_ids=ids))
 
 

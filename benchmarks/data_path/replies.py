@@ -34,6 +34,7 @@ def rollout_reply(case: Case, rows: Rows, rid: str, version: str = "0") -> bytes
         "id": rid,
         "finish_reason": {"type": "length", "length": case.tokens},
         "weight_versions": [{"version": version, "start": 0, "end": case.tokens}],
+        "cached_tokens": 0,
         wire.PAYLOAD: [payload],
     }
     return encode_answer({"output_ids": rows.output_ids_T.tolist(), "meta_info": meta})
@@ -43,7 +44,7 @@ def score_reply(case: Case, rows: Rows, rid: str) -> bytes:
     """Return the reply to the request to score the rows' ids."""
     record = ScoreRecord(
         {
-            wire.SCORE_START: PROMPT - 1,
+            wire.SCORE_RUNS: to_text(pack(np.array([PROMPT, PROMPT + case.tokens]))),
             wire.SCORE_LENGTHS: to_text(pack(np.full(case.tokens, case.ids))),
             wire.SCORE_IDS: to_text(pack(rows.columns["ids_N"])),
         }

@@ -28,7 +28,7 @@ from sglang_bridge.server.masses import masses_of
 from sglang_bridge.server.rows import build_rows, forced
 from sglang_bridge.server.sampling import behaviour
 from sglang_bridge.server.score_plan import ScorePlan
-from sglang_bridge.server.scoring import RECORD, ScoreRecord
+from sglang_bridge.server.scoring import RECORD, ScoreRecord, rows_of
 from sglang_bridge.server.selection import Wanted, select
 from sglang_bridge.server.text import to_text
 
@@ -138,10 +138,10 @@ def _scores(size: Size, device: str) -> dict[str, Any]:
         extend_lens=[size.rows],
         extend_logprob_start_lens=[0],
     )
-    starts = range(0, size.rows, size.chunk)
+    rows, starts = rows_of(batch), range(0, size.rows, size.chunk)
 
     def scored() -> None:
-        plan = ScorePlan(batch, torch.Generator(device=device))
+        plan = ScorePlan(rows, torch.Generator(device=device))
         plan.begin(size.rows, torch.device(device))
         for _ in starts:
             plan.take(logits_LV)
@@ -158,7 +158,7 @@ def _request(size: Size) -> SimpleNamespace:
     """SGLang's request, as far as the plan reads it."""
     ids_N = np.random.default_rng(0).integers(0, size.vocab, size.rows * IDS_A_ROW)
     params = {
-        wire.SCORE_START: 0,
+        wire.SCORE_RUNS: to_text(pack(np.array([1, size.rows + 1]))),
         wire.SCORE_LENGTHS: to_text(pack(np.full(size.rows, IDS_A_ROW))),
         wire.SCORE_IDS: to_text(pack(ids_N)),
     }

@@ -84,7 +84,7 @@ def request_of(number: int, ids: np.ndarray) -> ScoreRequest:
     return ScoreRequest(
         rid=f"fixed-{number}",
         input_ids=ids,
-        num_prompt_tokens=PROMPT,
+        runs=((PROMPT, PROMPT + RESPONSE),),
         offsets_T1=np.arange(RESPONSE + 1, dtype=np.int64),
         ids_N=ids[PROMPT:],
         temperature=1.0,

@@ -174,7 +174,7 @@ def _passage(vocab_size: int, temperature: float) -> ScoreRequest:
     return ScoreRequest(
         rid=f"join-{uuid.uuid4().hex[:8]}",
         input_ids=rng.integers(vocab_size, size=TOKENS + 1).tolist(),
-        num_prompt_tokens=1,
+        runs=((1, TOKENS + 1),),
         offsets_T1=np.arange(0, ids_TK.size + 1, ATOMS),
         ids_N=ids_TK.reshape(-1),
         temperature=temperature,

@@ -111,7 +111,7 @@ def free_bytes() -> int:
 def _as_json(passage: ScoreRequest) -> dict[str, object]:
     return {
         "input_ids": np.asarray(passage.input_ids).tolist(),
-        "num_prompt_tokens": passage.num_prompt_tokens,
+        "runs": passage.runs,
         "offsets": np.asarray(passage.offsets_T1).tolist(),
         "ids": np.asarray(passage.ids_N).tolist(),
     }

@@ -1,8 +1,8 @@
 """Computes log-probs of given ids by a forward pass that is not a server's.
 
 `python -m megatron_opd.learner.reference MODEL DTYPE TEMPERATURE`, with a JSON list of {input_ids,
-num_prompt_tokens, offsets, ids} on standard input; see sglang_bridge.protocol.ScoreRequest. Prints
-one line of JSON: {"by": what made the pass, "logp": a list for each}, or {"by": null, "why": ...}.
+runs, offsets, ids} on standard input; see sglang_bridge.protocol.ScoreRequest. Prints one line of
+JSON: {"by": what made the pass, "logp": a list for each}, or {"by": null, "why": ...}.
 
 transformers is asked first, then the learner's own model: it has other code, and knows more kinds
 of checkpoints.
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from sglang_bridge.errors import one_line
+from sglang_bridge.protocol import row_positions
 
 Passages = Sequence[dict[str, Any]]
 
@@ -65,8 +66,8 @@ PASSES: dict[str, Callable[[Path, torch.dtype, Passages], list[torch.Tensor]]] =
 
 def log_probs(logits_SV: torch.Tensor, passage: dict[str, Any], temperature: float) -> list[float]:
     """Return the log-prob of each of a passage's ids, where ScoreRequest places it."""
-    first = passage["num_prompt_tokens"] - 1
-    rows_TV = (logits_SV[first:-1].double() / temperature).log_softmax(-1)
+    position_T = torch.from_numpy(row_positions(passage["runs"]))
+    rows_TV = (logits_SV[position_T].double() / temperature).log_softmax(-1)
     counts_T = torch.tensor(passage["offsets"]).diff()
     row_N = torch.arange(len(rows_TV)).repeat_interleave(counts_T)
     return rows_TV[row_N, torch.tensor(passage["ids"])].tolist()

@@ -38,7 +38,7 @@ def score_request(
     return ScoreRequest(
         rid=rid,
         input_ids=ids_S,
-        num_prompt_tokens=rollout.runs[0].start,
+        runs=tuple((run.start, run.stop) for run in rollout.runs),
         offsets_T1=rollout.draws.offsets_T1,
         ids_N=rollout.draws.ids_N,
         temperature=temperature,

@@ -132,7 +132,7 @@ class HealthProbe:
         request = ScoreRequest(
             rid=f"{self._run_id}-health-{whom}-{prompt.uid}",
             input_ids=rollout.sequences[0],
-            num_prompt_tokens=rollout.runs[0].start,
+            runs=tuple((run.start, run.stop) for run in rollout.runs),
             offsets_T1=offsets_T1,
             ids_N=ids_N,
             temperature=temperature,

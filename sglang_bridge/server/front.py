@@ -18,7 +18,7 @@ from sglang_bridge.server.text import to_text
 from sglang_bridge.work_request import WorkRequest, decode_work
 
 # What of meta_info is answered.
-ANSWERED = ("id", "finish_reason", "weight_versions", wire.PAYLOAD)
+ANSWERED = ("id", "finish_reason", "weight_versions", "cached_tokens", wire.PAYLOAD)
 
 MOST_BYTES = 1 << 30
 """Largest request: of 131,072 tokens with 2,000 ids each to score, three times over."""

@@ -34,6 +34,7 @@ from sglang_bridge.server.compat import (
     delta_net,
     hooks,
     language_models,
+    logit_rows,
     mla,
     qk_norm,
     ranks,
@@ -56,7 +57,8 @@ from sglang_bridge.weights.formats import HELD_AS, SCALES_SUFFIX
 from sglang_bridge.weights.same_host import find_lanes
 from sglang_bridge.weights.share import decode_share
 
-_plan: score_plan.ScorePlan | None = None  # for the forward pass being launched
+_rows: scoring.PassRows | None = None  # of the forward pass being launched
+_plan: score_plan.ScorePlan | None = None  # for it
 _generator: torch.Generator | None = None  # for the teacher's draws
 _runner: Any = None  # SGLang's model runner
 _scheduler: Any = None  # SGLang's, of this rank
@@ -162,14 +164,23 @@ def before_idling(*args: Any, **kwargs: Any) -> None:
 def around_forward(
     original: Callable[..., Any], worker: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Gives a forward pass its requests' seeds, on every rank; the one with outputs records."""
+    """Gives a forward pass its requests' seeds and the rows of its logits, on every rank.
+
+    The one with outputs records.
+    """
+    global _rows
     if batch is None:
         return original(worker, batch, *args, **kwargs)
     _meter.begin(batch)
-    with batches.sampled_by(batch, batches.batch_seeds(batch)):
-        if ranks.is_output_rank():
-            return recorded(original, worker, batch, *args, **kwargs)
-        return original(worker, batch, *args, **kwargs)
+    if batches.is_scoring_batch(batch) and any(map(scoring.wants_scores, batch.reqs)):
+        _rows = scoring.rows_of(batch)
+    try:
+        with batches.sampled_by(batch, batches.batch_seeds(batch)):
+            if ranks.is_output_rank():
+                return recorded(original, worker, batch, *args, **kwargs)
+            return original(worker, batch, *args, **kwargs)
+    finally:
+        _rows = None
 
 
 def recorded(
@@ -179,9 +190,9 @@ def recorded(
     global _plan
     step = draws.step_of(batch)
     slots = routing.slots_of(batch, model_experts)
-    if batches.is_scoring_batch(batch) and any(map(scoring.wants_scores, batch.reqs)):
+    if _rows is not None:
         assert _generator is not None
-        _plan = score_plan.ScorePlan(batch, _generator)
+        _plan = score_plan.ScorePlan(_rows, _generator)
     plan = _plan
     try:
         with draws.sampling_step(step):
@@ -205,12 +216,19 @@ def around_input_logprobs(
     get_logits_fn: Callable[..., torch.Tensor],
     **kwargs: Any,
 ) -> Any:
-    """Lets the plan of this pass see each chunk of logits."""
-    plan = _plan
-    if plan is not None and plan.parts:
-        plan.begin(pruned_states.shape[0], pruned_states.device)
-        get_logits_fn = plan.tap(get_logits_fn)
-    return original(processor, pruned_states, *args, get_logits_fn=get_logits_fn, **kwargs)
+    """Computes the rows of this pass, on every rank, and shows its plan each chunk of logits."""
+    plan, rows = _plan, _rows
+
+    def scored(processor: Any, states_LH: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        tapped = get_logits_fn
+        if plan is not None and plan.parts:
+            plan.begin(states_LH.shape[0], states_LH.device)
+            tapped = plan.tap(get_logits_fn)
+        return original(processor, states_LH, *args, get_logits_fn=tapped, **kwargs)
+
+    if rows is None or rows.chosen_L is None:
+        return scored(processor, pruned_states, *args, **kwargs)
+    return logit_rows.computed(rows.chosen_L, scored, processor, pruned_states, *args, **kwargs)
 
 
 def around_check_weights(
@@ -367,7 +385,7 @@ def around_validate(
         )
     if wire.SCORE_IDS in params:
         validate.check_score_params(params, len(input_ids), vocab_size)
-        start = params[wire.SCORE_START]
+        start = scoring.runs_of(params)[0][0] - 1
         if not obj.return_logprob or obj.logprob_start_len != start:
             raise ValueError(f"scoring needs return_logprob and logprob_start_len={start}")
 

@@ -1,8 +1,8 @@
 """Scores ragged ids by position from the logits SGLang computes, without a second LM head.
 
-Response row t is scored at absolute position P - 1 + t. However a prompt is split (chunked prefill,
-a cached prefix), each forward pass scores the rows of the positions whose logits it computes, and
-each row once.
+Row t is scored at the position before sampled token t. However a sequence is split (chunked
+prefill, a cached prefix), each forward pass scores the rows of the positions whose logits it
+computes, and each row once.
 
 Axes: L logit rows of one forward pass, K ids scored in it.
 """
@@ -18,7 +18,7 @@ import torch
 
 from sglang_bridge.server.masses import masses_of
 from sglang_bridge.server.sampling import behaviour
-from sglang_bridge.server.scoring import ScorePart, parts_of
+from sglang_bridge.server.scoring import PassRows, ScorePart, parts_of
 from sglang_bridge.server.selection_plan import HostSelections, SelectionPlan
 from sglang_bridge.server.transfer import to_device
 
@@ -47,18 +47,17 @@ class ScorePlan:
     SGLang computes the logits in chunks of rows; `take` sees each chunk once, in order.
     """
 
-    def __init__(self, batch: Any, generator: torch.Generator) -> None:
-        self.parts, self.num_rows = parts_of(batch)
+    def __init__(self, rows: PassRows, generator: torch.Generator) -> None:
+        self.parts, self.num_rows = parts_of(rows), rows.num_rows
         self._selections = SelectionPlan(self.parts, self.num_rows, generator)
-        ids, rows = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+        ids, row_of = [np.empty(0, np.int64)], [np.empty(0, np.int64)]
         temperature_L1 = np.ones((self.num_rows, 1), np.float32)
         for part in self.parts:
             edges = part.record.offsets_T1[part.first : part.first + part.count + 1]
-            row_T = np.arange(part.row, part.row + part.count)
             ids.append(part.record.ids_N[part.ids].astype(np.int64))
-            rows.append(np.repeat(row_T, np.diff(edges)))
-            temperature_L1[row_T] = part.record.temperature
-        self._ids_K, self._rows_K = np.concatenate(ids), np.concatenate(rows)
+            row_of.append(np.repeat(part.logit_rows, np.diff(edges)))
+            temperature_L1[part.logit_rows] = part.record.temperature
+        self._ids_K, self._rows_K = np.concatenate(ids), np.concatenate(row_of)
         self._temperature_L1 = temperature_L1
         self._next_row = 0
 

@@ -1,6 +1,6 @@
 """Keeps what a scoring request asks for, and its scores so far, on SGLang's request object.
 
-Axes: T response rows of a request, N its flattened ids.
+Axes: T rows of a request, one for each sampled token, N its flattened ids, L logit rows of a pass.
 """
 
 from __future__ import annotations
@@ -13,23 +13,24 @@ import numpy as np
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack, pack_logp, pack_weights
+from sglang_bridge.protocol import row_positions
 from sglang_bridge.server.compat import batches, ranks
 from sglang_bridge.server.text import from_text
 
 RECORD = "_bridge_scores"
+POSITIONS = "_bridge_positions"
 _LENGTH_BYTES = np.dtype(wire.ROW_FIELDS["length_T"]).itemsize
 
 
 class ScoreRecord:
     """Holds a request's ids and the scores so far.
 
-    start: absolute position of row 0; unscored entries are NaN. seed: of what is drawn, None: the
-    server's generator draws. exact: log-probs leave as float32.
+    Unscored entries are NaN. seed: of what is drawn, None: the server's generator draws. exact:
+    log-probs leave as float32.
     """
 
     def __init__(self, params: Mapping[str, Any], seed: int | None = None) -> None:
         self.seed = seed
-        self.start = int(params[wire.SCORE_START])
         length_T = from_text(params.get(wire.SCORE_LENGTHS), "<i4")
         self.offsets_T1 = np.concatenate([[0], np.cumsum(length_T, dtype=np.int64)])
         self.ids_N = from_text(params[wire.SCORE_IDS], "<i4")
@@ -39,11 +40,6 @@ class ScoreRecord:
         self.num_draws = int(params.get(wire.SCORE_DRAWS, 0))
         self.logp_N = np.full(len(self.ids_N), np.nan, dtype=np.float32)
         self._selected = {name: bytearray() for name in wire.ROW_FIELDS}
-
-    @property
-    def stop(self) -> int:
-        """Returns the absolute position after the last row."""
-        return self.start + len(self.offsets_T1) - 1
 
     @property
     def selects(self) -> bool:
@@ -94,6 +90,16 @@ def wants_scores(req: Any) -> bool:
     return wire.SCORE_IDS in batches.custom_params(req)
 
 
+def runs_of(params: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Returns (start, stop) of each run of sampled ids. Raises ValueError where there are none."""
+    edges = from_text(params.get(wire.SCORE_RUNS), "<i4")
+    if len(edges) % 2:
+        raise ValueError(
+            f"{wire.SCORE_RUNS} must hold a start and a stop a run, got {len(edges)} numbers"
+        )
+    return [(start, stop) for start, stop in edges.reshape(-1, 2).tolist()]
+
+
 def new_record(req: Any) -> ScoreRecord:
     """Makes the record of a request that wants scores."""
     seed = batches.seed_of(req) if ranks.is_deterministic() else None
@@ -101,16 +107,75 @@ def new_record(req: Any) -> ScoreRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class ScorePart:
-    """Describes a request's share of a forward pass: its response rows [first, first + count).
+class ScoredRows:
+    """Describes a request's share of a forward pass: its rows first, first + 1, ...
 
-    row: the logit row of the first of them.
+    logit_rows: int64, rising, the logit row of each of them.
     """
+
+    req: Any
+    first: int
+    logit_rows: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class PassRows:
+    """Says which logits a forward pass computes, and which of them are scored.
+
+    scored: in the order of their logit rows, which count what is computed. num_rows: L. chosen_L:
+    which rows of those that SGLang would compute these are; None: all of them.
+    """
+
+    scored: tuple[ScoredRows, ...]
+    num_rows: int
+    chosen_L: np.ndarray | None
+
+
+def rows_of(batch: Any) -> PassRows:
+    """Returns what a scoring batch (batches.is_scoring_batch) scores, the same on every rank.
+
+    SGLang would compute the logits of all positions from the first scored one on, those of given
+    ids too. They are left out, unless a request of somebody else's wants SGLang's log-probs, whose
+    accounts are of whole sequences.
+    """
+    chooses = not any(req.return_logprob for req in batch.reqs if not wants_scores(req))
+    scored: list[ScoredRows] = []
+    chosen: list[np.ndarray] = []
+    computed = offered = 0
+    for req, position, count in batches.logit_rows(batch):
+        rows = np.arange(count)
+        if wants_scores(req):
+            first, at = _scored_at(req, position, count)
+            if chooses:
+                rows = np.union1d(at, count - 1)  # the last one is sampled from, which SGLang must
+                at = np.arange(len(at))
+            if len(at):
+                scored.append(ScoredRows(req, first, computed + at))
+        chosen.append(offered + rows)
+        computed, offered = computed + len(rows), offered + count
+    return PassRows(tuple(scored), computed, np.concatenate(chosen) if chooses else None)
+
+
+def _scored_at(req: Any, position: int, count: int) -> tuple[int, np.ndarray]:
+    """Returns (the first row that is scored in positions [position, position + count), where)."""
+    params = batches.custom_params(req)
+    position_T = batches.record_of(req, POSITIONS, lambda: row_positions(runs_of(params)))
+    first, last = np.searchsorted(position_T, [position, position + count])
+    return int(first), position_T[first:last] - position
+
+
+@dataclass(frozen=True, slots=True)
+class ScorePart:
+    """Holds the record of a request beside its share of a forward pass (see ScoredRows)."""
 
     record: ScoreRecord
     first: int
-    count: int
-    row: int
+    logit_rows: np.ndarray
+
+    @property
+    def count(self) -> int:
+        """Returns the number of rows."""
+        return len(self.logit_rows)
 
     @property
     def ids(self) -> slice:
@@ -119,17 +184,13 @@ class ScorePart:
         return slice(int(offsets_T1[self.first]), int(offsets_T1[self.first + self.count]))
 
 
-def parts_of(batch: Any) -> tuple[tuple[ScorePart, ...], int]:
-    """Returns (the parts that an extend batch scores, in order of its logit rows; logit rows)."""
-    parts: list[ScorePart] = []
-    num_rows = 0
-    for req, position, count in batches.logit_rows(batch):
-        first_row, num_rows = num_rows, num_rows + count
-        if not wants_scores(req):
-            continue
-        record = batches.record_of(req, RECORD, lambda req=req: new_record(req))
-        low, high = max(position, record.start), min(position + count, record.stop)
-        if low < high:
-            row = low - position + first_row
-            parts.append(ScorePart(record, low - record.start, high - low, row))
-    return tuple(parts), num_rows
+def parts_of(rows: PassRows) -> tuple[ScorePart, ...]:
+    """Returns the parts that a forward pass scores, in order of its logit rows."""
+    return tuple(
+        ScorePart(
+            batches.record_of(each.req, RECORD, lambda req=each.req: new_record(req)),
+            each.first,
+            each.logit_rows,
+        )
+        for each in rows.scored
+    )

@@ -62,7 +62,7 @@ class SelectionPlan:
         atoms_L, draws_L = np.zeros((2, num_rows), np.int64)
         rows = [np.empty(0, np.int64)]
         for part in self._parts:
-            rows.append(np.arange(part.row, part.row + part.count))
+            rows.append(part.logit_rows)
             atoms_L[rows[-1]], draws_L[rows[-1]] = part.record.num_atoms, part.record.num_draws
         self._rows_R = np.concatenate(rows)
         self._wanted = Wanted(atoms_L, draws_L)
@@ -134,9 +134,9 @@ def _seeded(parts: Sequence[ScorePart], num_rows: int, columns: int) -> np.ndarr
         return None
     uniform_LM = np.zeros((num_rows, columns))
     for part in parts:
-        record, rows = part.record, slice(part.row, part.row + part.count)
+        record = part.record
         assert record.seed is not None
-        uniform_LM[rows, : record.num_draws] = seeded.row_uniforms(
+        uniform_LM[part.logit_rows, : record.num_draws] = seeded.row_uniforms(
             record.seed, seeded.SCORES, part.first, part.count, record.num_draws
         )
     return uniform_LM

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from sglang_bridge import wire
-from sglang_bridge.protocol import check_support, check_temperature
-from sglang_bridge.server.scoring import ScoreRecord
+from sglang_bridge.protocol import check_runs, check_support, check_temperature
+from sglang_bridge.server.scoring import ScoreRecord, runs_of
 
 # They change the distribution after the observer has looked at the logits.
 UNOBSERVED = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
@@ -34,22 +34,21 @@ def check_draw_params(params: Mapping[str, Any], obj: Any, vocab_size: int) -> N
 def check_score_params(params: Mapping[str, Any], num_input: int, vocab_size: int) -> None:
     """Requires that ids do not read outside the logits (on CUDA: a dead server)."""
     _check_support(params, wire.SCORE_ATOMS, wire.SCORE_DRAWS, vocab_size)
-    if not isinstance(params.get(wire.SCORE_START), int):
-        start = params.get(wire.SCORE_START)
-        raise ValueError(f"{wire.SCORE_START} must be a whole number, got {start!r}")
+    runs = runs_of(params)
+    check_runs(runs, num_input)
     record = ScoreRecord(params)
     check_temperature(record.temperature)
     offsets_T1, ids_N = record.offsets_T1, record.ids_N
     if (np.diff(offsets_T1) < 0).any():
         raise ValueError("a row must not have fewer than 0 ids to score")
-    if len(offsets_T1) < 2 or offsets_T1[-1] != len(ids_N):
-        raise ValueError(f"at least one row must hold N={len(ids_N)} ids, got {offsets_T1[-1]}")
+    num_tokens = sum(stop - start for start, stop in runs)
+    if len(offsets_T1) != num_tokens + 1 or offsets_T1[-1] != len(ids_N):
+        raise ValueError(
+            f"{num_tokens} rows must hold N={len(ids_N)} ids, "
+            f"got {len(offsets_T1) - 1} rows of {offsets_T1[-1]}"
+        )
     if len(ids_N) and (ids_N.min() < 0 or ids_N.max() >= vocab_size):
         raise ValueError(f"ids to score must be in 0..{vocab_size - 1}")
-    if record.start < 0 or record.stop > num_input:
-        raise ValueError(
-            f"rows {record.start}..{record.stop} to score do not lie in the input of {num_input}"
-        )
 
 
 def _check_support(

@@ -3,7 +3,7 @@
 import asyncio
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -153,16 +153,22 @@ def wrong_rows(request: RolloutRequest, reply: RolloutReply, models: Mapping[int
     return differing_rows(newest, request, reply, 0, len(reply.experts_XLk))
 
 
-def ragged_request(rid: str, prompt: int, response: int, seed: int) -> ScoreRequest:
-    """Random tokens; every response row has 0 to 65 random ids to score."""
+def ragged_request(
+    rid: str, prompt: int, response: int, seed: int, more: Sequence[int] = ()
+) -> ScoreRequest:
+    """Random tokens; every row has 0 to 65 random ids to score.
+
+    more: lengths of what follows, given and sampled in turn.
+    """
     rng = np.random.default_rng(seed)
-    lengths = rng.integers(0, 66, size=response)
+    edges = np.cumsum([prompt, response, *more]).reshape(-1, 2).tolist()
+    lengths = rng.integers(0, 66, size=sum(stop - start for start, stop in edges))
     ids = [np.sort(rng.choice(VOCAB_SIZE, size=n, replace=False)) for n in lengths]
     return ScoreRequest(
         exact=True,
         rid=rid,
-        input_ids=rng.integers(2, VOCAB_SIZE, size=prompt + response).tolist(),
-        num_prompt_tokens=prompt,
+        input_ids=rng.integers(2, VOCAB_SIZE, size=edges[-1][1]).tolist(),
+        runs=tuple((start, stop) for start, stop in edges),
         offsets_T1=np.concatenate([[0], np.cumsum(lengths)]),
         ids_N=np.concatenate(ids).astype(np.int32),
     )
@@ -172,7 +178,7 @@ def expected_scores(model, request: ScoreRequest, shift: int = 0) -> np.ndarray:
     logits = reference_logits(model, list(request.input_ids))
     logp = log_softmax(logits / request.temperature)
     row_N = np.repeat(np.arange(request.num_tokens), np.diff(request.offsets_T1))
-    return logp[request.num_prompt_tokens - 1 + row_N + shift, request.ids_N]
+    return logp[request.position_T[row_N] + shift, request.ids_N]
 
 
 def check_selection(model, request: ScoreRequest, reply: ScoreReply) -> None:
@@ -180,7 +186,7 @@ def check_selection(model, request: ScoreRequest, reply: ScoreReply) -> None:
     rows = reply.selection
     assert rows.ids_N[rows.given_N].tolist() == request.ids_N.tolist()
     logits = reference_logits(model, list(request.input_ids)) / request.temperature
-    logp_TV = log_softmax(logits)[request.num_prompt_tokens - 1 :]
+    logp_TV = log_softmax(logits)[request.position_T]
     is_given_N = np.zeros(len(rows.ids_N), dtype=bool)
     is_given_N[rows.given_N] = True
     assert (is_given_N | (rows.weight_N > 0)).all()

@@ -1,6 +1,7 @@
 """The experts a real server returns are its routers' choices, under the weights last used."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -12,10 +13,12 @@ from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import BridgeError
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.http import HttpConnection
+from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.replies import differing_rows, gate_error, requests_of, wrong_rows
 from tests.e2e.weight_sync import decoding, join, load_tensors, perturbed_copy, sync_weights
 from tests.support.figures import bounded
+from tests.support.models import VOCAB_SIZE
 from tests.support.oracles import load_reference
 
 pytestmark = pytest.mark.e2e
@@ -69,6 +72,53 @@ def test_experts_before_and_after_a_weight_sync(
     assert split >= 3, f"only {split} requests were split by the weight sync"
     assert moved > 0, "the two models route alike: the check cannot tell them apart"
     assert stale > 1e-2, "the two models weigh alike: the check cannot tell them apart"
+
+
+def test_turns_find_what_came_before_in_the_cache_and_tell_its_experts(
+    student_server: ServerProcess, student_model: Path
+):
+    """Each turn asks with all ids so far; experts are of the whole sequence, cached or not."""
+    rng = np.random.default_rng(0)
+    turn = replace(
+        requests_of(tokens=40, count=1)[0],
+        input_ids=rng.integers(2, VOCAB_SIZE, 50).tolist(),
+        experts=True,
+        seed=5,
+    )
+
+    async def run():
+        found: list[tuple[RolloutRequest, RolloutReply]] = []
+        async with ServerClient(student_server.spec.url, timeout_s=120) as client:
+            ids = list(turn.input_ids)
+            for number in range(3):
+                asked = replace(turn, rid=f"turn-{number}", input_ids=list(ids))
+                found.append((asked, await client.generate(asked)))
+                ids += found[-1][1].output_ids_T.tolist()
+                ids += rng.integers(2, VOCAB_SIZE, 12).tolist()  # a tool's result
+            await client.flush_cache()
+            again = replace(found[-1][0], rid="without-cache")
+            found.append((again, await client.generate(again)))
+            half = len(found[0][1].output_ids_T) // 2
+            begun = [*turn.input_ids, *found[0][1].output_ids_T[:half].tolist()]
+            rest = replace(turn, rid="rest", input_ids=begun, max_new_tokens=40 - half)
+            return found, (await client.generate(rest)).output_ids_T, half
+
+    found, rest_T, half = asyncio.run(run())
+    model = load_reference(student_model)
+    for request, reply in found:
+        assert reply.experts_XLk is not None
+        inputs = len(request.input_ids) + len(reply.output_ids_T) - 1
+        assert len(reply.experts_XLk) == inputs
+        assert differing_rows(model, request, reply, 0, inputs) == 0
+    for (before, said), (_, reply) in pairwise(found[:3]):
+        # all but the last one, which no turn has computed
+        assert reply.cached_tokens == len(before.input_ids) + len(said.output_ids_T) - 1
+    (_, cached), (_, computed) = found[2:]
+    assert computed.cached_tokens == 0
+    assert computed.output_ids_T.tolist() == cached.output_ids_T.tolist()
+    same = np.sort(cached.experts_XLk, -1) == np.sort(computed.experts_XLk, -1)
+    assert same.all(-1).mean() > 0.999, "but for near ties"
+    assert rest_T.tolist() == found[0][1].output_ids_T[half:].tolist(), "positions are absolute"
 
 
 def test_a_server_that_keeps_no_experts_refuses(teacher_server: ServerProcess):

@@ -64,13 +64,14 @@ async def sampled(client: ServerClient, index: int, top_p: float = 1.0, seed: in
 
 
 async def scored(client: ServerClient, index: int, seed: int = 0) -> bytes:
-    """Everything that a score returned, the server's own ids among it."""
-    ids = PROMPTS[index] + list(range(2, 22))
+    """Everything that a score of two runs returned, the server's own ids among it."""
+    ids = PROMPTS[index] + list(range(2, 26))
+    first = len(PROMPTS[index])
     request = ScoreRequest(
         exact=True,
         rid="",
         input_ids=ids,
-        num_prompt_tokens=len(PROMPTS[index]),
+        runs=((first, first + 8), (first + 12, first + 24)),
         offsets_T1=np.arange(21) * 2,
         ids_N=np.tile(np.array([3, 60], np.int32), 20),
         num_draws=4,

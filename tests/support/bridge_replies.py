@@ -66,6 +66,7 @@ def rollout_reply(payload: dict[str, Any] | None = None) -> dict[str, Any]:
             "id": "r",
             "finish_reason": {"type": "stop", "matched": 5},
             "weight_versions": [{"version": "3", "start": 0, "end": 3}],
+            "cached_tokens": 1,
             wire.PAYLOAD: [{wire.DRAWS: draws}],
         },
     }

@@ -82,7 +82,7 @@ def expected(request: ScoreRequest, model: torch.nn.Module) -> np.ndarray:
     """What transformers gives the ids [N] of a request."""
     logp = log_softmax(reference_logits(model, list(request.input_ids)))
     row_N = np.repeat(np.arange(request.num_tokens), np.diff(request.offsets_T1))
-    return logp[request.num_prompt_tokens - 1 + row_N, request.ids_N]
+    return logp[request.position_T[row_N], request.ids_N]
 
 
 def seen(answers: Answers, model: torch.nn.Module) -> Mapping[str, float]:

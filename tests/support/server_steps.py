@@ -14,7 +14,8 @@ from sglang_bridge import wire
 from sglang_bridge.server import draws, masses
 from sglang_bridge.server.compat import batches, ranks
 from sglang_bridge.server.score_plan import ScorePlan
-from tests.support.server_requests import fake_request, score_request
+from sglang_bridge.server.scoring import rows_of
+from tests.support.server_requests import fake_request, score_request, scoring_batch
 
 VOCAB = 4500
 """Draws find their id by blocks, the last of which is not full."""
@@ -72,18 +73,14 @@ def _observed(there: There, requests: list[SimpleNamespace]) -> dict[str, torch.
 def scoring_pass(there: There) -> dict[str, torch.Tensor]:
     """A pass over two requests, one of which also wants the teacher's own ids, in two chunks."""
     own = {wire.SCORE_ATOMS: 4, wire.SCORE_DRAWS: 6, wire.SCORE_TEMPERATURE: 2.0}
-    batch = SimpleNamespace(
-        reqs=[score_request(3, [1, 2], [5, 6, 7], **own), score_request(2, [1, 1], [1, 2])],
-        prefix_lens=[0, 0],
-        extend_lens=[5, 4],
-        extend_logprob_start_lens=[3, 2],
-    )
+    requests = [score_request(3, [1, 2], [5, 6, 7], **own), score_request(2, [1, 1], [1, 2])]
+    rows = rows_of(scoring_batch(requests, [0, 0], [5, 4], [3, 2]))
     logits_LV = there(3 * torch.randn(4, VOCAB, generator=torch.Generator().manual_seed(0)))
     with (
         mock.patch.object(ranks, "is_deterministic", return_value=False),
         mock.patch.object(masses, "_has_triton", return_value=False),
     ):
-        plan = ScorePlan(batch, torch.Generator().manual_seed(7))
+        plan = ScorePlan(rows, torch.Generator().manual_seed(7))
         plan.begin(len(logits_LV), logits_LV.device)
         for chunk in logits_LV.split(3):
             plan.take(chunk)

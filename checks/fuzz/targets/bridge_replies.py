@@ -44,8 +44,8 @@ ROLLOUTS = {
 }
 SCORES = ScoreRequest(
     rid="s",
-    input_ids=[1, 2, 3, 4, 5],
-    num_prompt_tokens=2,
+    input_ids=[1, 2, 3, 4, 5, 6, 7],
+    runs=((2, 3), (5, 7)),
     offsets_T1=np.array([0, 2, 2, 3]),
     ids_N=np.array([7, 8, 9], np.int32),
 )
@@ -125,6 +125,8 @@ def _rollout_fault(request: RolloutRequest, reply: Any, found: RolloutReply) -> 
         return "ids beyond what was asked for"
     if reply["meta_info"]["id"] != request.rid or found.finish_reason not in ("stop", "length"):
         return "the reply of another request, or an unknown end"
+    if not 0 <= found.cached_tokens < len(request.input_ids):
+        return "more cached than was asked with"
     covered = [0]
     for version, start, stop in found.spans:
         if start != covered[-1] or stop <= start or not 0 <= version <= 4:
@@ -321,6 +323,7 @@ def rollout(rng: Random, kind: str, damage: bool) -> Any:
         payload[wire.EXPERTS] = {**packed(rng, columns, damage), **shape}
     spans = [{"version": version, "start": start} for version, start in versions]
     meta = {"id": "r", "finish_reason": {"type": "stop"}, "weight_versions": spans}
+    meta["cached_tokens"] = rng.randrange(len(request.input_ids))
     sent = arrays.pack(np.array(ids))
     return {"output_ids": sent, "meta_info": {**meta, wire.PAYLOAD: [payload]}}
 

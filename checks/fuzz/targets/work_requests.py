@@ -15,7 +15,7 @@ from checks.fuzz.mutations import damaged_bytes, damaged_tree, msgpack_bytes
 from sglang_bridge import arrays, wire
 from sglang_bridge.protocol import MAX_ATOMS, MAX_DRAWS, RolloutRequest, ScoreRequest
 from sglang_bridge.server.front import generate_arguments
-from sglang_bridge.server.scoring import ScoreRecord
+from sglang_bridge.server.scoring import ScoreRecord, runs_of
 from sglang_bridge.server.validate import check_draw_params, check_score_params
 from sglang_bridge.work_request import decode_work, encode_rollout, encode_score
 
@@ -64,15 +64,18 @@ def oracle(body: bytes, arguments: dict[str, Any]) -> str | None:
     if wire.SCORE_IDS not in params:
         return None
     try:
-        record = ScoreRecord(params)
+        record, runs = ScoreRecord(params), runs_of(params)
     except (ValueError, TypeError, ArithmeticError, KeyError):
         return "ids to score that cannot be read"
     if not 0 < record.temperature < math.inf:
         return "a temperature that is none"
-    if not 0 <= record.start <= record.stop <= len(ids):
+    places = [place for start, stop in runs for place in range(start, stop)]
+    if not places or not 0 < places[0] <= places[-1] == len(ids) - 1:
         return "rows that are not of the input"
+    if sorted(set(places)) != places or any(start >= stop for start, stop in runs):
+        return "runs that do not rise"
     lengths = np.diff(record.offsets_T1)
-    if (lengths < 0).any() or lengths.sum() != len(record.ids_N):
+    if len(lengths) != len(places) or (lengths < 0).any() or lengths.sum() != len(record.ids_N):
         return "rows that are not those of the ids"
     if len(record.ids_N) and not 0 <= record.ids_N.min() <= record.ids_N.max() < VOCAB_SIZE:
         return "ids to score beyond the vocabulary"
@@ -82,8 +85,8 @@ def oracle(body: bytes, arguments: dict[str, Any]) -> str | None:
 PLAIN = RolloutRequest(rid="r", input_ids=PROMPT, max_new_tokens=6, temperature=0.7)
 SCORE = ScoreRequest(
     rid="s",
-    input_ids=np.array([1, 2, 3, 4, 5], np.int32),
-    num_prompt_tokens=2,
+    input_ids=np.array([1, 2, 3, 4, 5, 6, 7], np.int32),
+    runs=((2, 4), (6, 7)),
     offsets_T1=np.array([0, 2, 3, 4]),
     ids_N=np.array([7, 8, 9, 63], np.int32),
     num_atoms=2,
@@ -131,9 +134,26 @@ def odd_numbers(rng: Random) -> bytes:
     return msgspec.msgpack.encode(tree)
 
 
+def other_runs(rng: Random) -> bytes:
+    """A request with other runs, and as many rows as they have ids; many cannot be."""
+    tree = msgspec.msgpack.decode(BODIES[2])
+    params = tree["sampling_params"]["custom_params"]
+    edges = [rng.randint(0, len(SCORE.input_ids)) for _ in range(2 * rng.randint(1, 3))]
+    if rng.random() < 0.5:
+        edges.sort()
+    edges[-1] = rng.choice((len(SCORE.input_ids), edges[-1]))
+    rows = sum(stop - start for start, stop in zip(edges[::2], edges[1::2], strict=True))
+    lengths = [len(SCORE.ids_N), *[0] * (rows - 1)]
+    params[wire.SCORE_RUNS] = arrays.pack(np.array(edges))
+    params[wire.SCORE_LENGTHS] = arrays.pack(np.array(lengths))
+    return msgspec.msgpack.encode(tree)
+
+
 def make(rng: Random) -> bytes:
-    """A body after damage to its arrays, its tree or its bytes."""
+    """A body after damage to its arrays, its runs, its tree or its bytes."""
     kind = rng.random()
+    if kind < 0.1:
+        return other_runs(rng)
     if kind < 0.4:
         return odd_numbers(rng)
     return msgpack_bytes(TREES(rng)) if kind < 0.8 else BYTES(rng)

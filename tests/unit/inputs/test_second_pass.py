@@ -26,13 +26,16 @@ PASSAGES = tuple(
     ScoreRequest(
         rid="r",
         input_ids=np.array(ids),
-        num_prompt_tokens=prompt,
+        runs=runs,
         offsets_T1=np.array([0, 2, 3, 6]),
         ids_N=np.array([5, 9, 0, 3, 2, 1]),
         temperature=0.7,
         exact=True,
     )
-    for prompt, ids in ((2, [7, 8, 9, 10, 11]), (1, [3, 500, 2, 1]))
+    for runs, ids in (
+        (((2, 5),), [7, 8, 9, 10, 11]),
+        (((1, 2), (4, 6)), [3, 500, 2, 1, 7, 9]),
+    )
 )
 
 
@@ -47,8 +50,9 @@ def oracle(model: Path) -> list[list[float]]:
     found: list[list[float]] = []
     for each in PASSAGES:
         found.append([])
-        for row in range(3):
-            prefix = torch.tensor([[*each.input_ids[: each.num_prompt_tokens + row]]])
+        sampled = [place for start, stop in each.runs for place in range(start, stop)]
+        for row, place in enumerate(sampled):
+            prefix = torch.tensor([[*each.input_ids[:place]]])
             with torch.no_grad():
                 logits = loaded(prefix).logits[0, -1].double() / each.temperature
             ids = each.ids_N[each.offsets_T1[row] : each.offsets_T1[row + 1]]

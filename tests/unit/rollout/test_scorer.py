@@ -61,7 +61,7 @@ def test_the_request_covers_prompt_and_response():
     sample, _ = run()
     (request,) = fleet.requests
     assert list(request.input_ids) == [0, 1, 2, 4, 4, 4]
-    assert request.num_prompt_tokens == 3
+    assert request.runs == ((3, 6),)
     assert request.ids_N is ROLLOUT.draws.ids_N
     assert request.offsets_T1 is ROLLOUT.draws.offsets_T1
     assert sample.rollout is ROLLOUT

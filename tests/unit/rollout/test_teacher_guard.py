@@ -42,12 +42,12 @@ def table(seed: int, std: float) -> Rows:
 
 def honest(logp: Rows, request: ScoreRequest) -> Rows:
     """log q of the request's ids, one after another."""
-    inputs = np.asarray(request.input_ids)[request.num_prompt_tokens - 1 : -1]
+    inputs = np.asarray(request.input_ids)[request.position_T]
     return logp[np.repeat(inputs, np.diff(request.offsets_T1)), request.ids_N]
 
 
 def shifted(logp: Rows, request: ScoreRequest) -> Rows:
-    inputs = np.asarray(request.input_ids)[request.num_prompt_tokens :]
+    inputs = np.asarray(request.input_ids)[request.position_T + 1]
     return logp[np.repeat(inputs, np.diff(request.offsets_T1)), request.ids_N]
 
 
@@ -311,7 +311,7 @@ def second_pass_with(monkeypatch: pytest.MonkeyPatch, logp: Rows, dtype: str) ->
 
     async def pass_of(_: Any, passages: Sequence[ScoreRequest]) -> SecondPass:
         assert 1 <= len(passages) <= 2
-        assert all(each.num_prompt_tokens <= PASSAGE_PROMPT for each in passages)
+        assert all(each.runs[0][0] <= PASSAGE_PROMPT for each in passages)
         scores = tuple(honest(logp, each) for each in passages)
         return SecondPass("transformers", dtype=dtype, logp=scores)
 

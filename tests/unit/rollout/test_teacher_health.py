@@ -101,7 +101,7 @@ def test_the_student_is_asked_first_and_its_ids_of_the_teacher():
         assert request.temperature == temperature
         assert (request.num_atoms, request.num_draws) == (4, DRAWS)
         assert request.input_ids.tolist()[-4:] == rollout.response_ids_T.tolist()
-        assert request.num_prompt_tokens == len(rollout.prompt.token_ids_P)
+        assert request.runs == ((len(rollout.prompt.token_ids_P), rollout.num_tokens),)
     assert first.ids_N.tolist() == [2, 7] * 4
     assert second.ids_N.tolist() == scored.student.ids_N.tolist()
     assert first.rid != second.rid

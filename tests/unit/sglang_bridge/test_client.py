@@ -93,7 +93,8 @@ def test_what_the_server_is_asked():
 def test_what_a_scoring_server_is_asked():
     (body,) = asked(lambda client: client.score(SELECT_REQUEST))
     params = body["sampling_params"]["custom_params"]
-    assert (body["logprob_start_len"], params["bridge_score_start"]) == (1, 1)
+    assert body["logprob_start_len"] == 1
+    assert unpack(params["bridge_score_runs"], "<i4").tolist() == [2, 3, 5, 7]
     assert (params["bridge_score_atoms"], params["bridge_score_draws"]) == (2, 2)
     assert params["bridge_score_temperature"] == 2.0
     assert unpack(params["bridge_score_lengths"], "<i4").tolist() == [2, 0, 1]

@@ -381,12 +381,21 @@ def test_impossible_rollout_requests(changes: dict, message: str):
 
 def test_impossible_score_requests():
     offsets, ids = np.array([0, 1]), np.array([3], np.int32)
-    with pytest.raises(ValueError, match=r"got 5 for num_prompt_tokens=3, T=1"):
-        ScoreRequest(rid="s", input_ids=[1] * 5, num_prompt_tokens=3, offsets_T1=offsets, ids_N=ids)
+    good = ScoreRequest(rid="s", input_ids=[1] * 4, runs=((3, 4),), offsets_T1=offsets, ids_N=ids)
+    for runs, message in (
+        ((), "at least one run of sampled ids, got none"),
+        (((0, 4),), r"1 <= start < stop, got 0\.\.4"),
+        (((1, 1), (3, 4)), r"1 <= start < stop, got 1\.\.1"),
+        (((2, 3), (1, 4)), "must rise and not overlap, got 1 after stop=3"),
+        (((1, 3), (2, 4)), "must rise and not overlap, got 2 after stop=3"),
+        (((2, 3),), "must end with the last of 4 input_ids, got stop=3"),
+        (((3, 5),), "must end with the last of 4 input_ids, got stop=5"),
+        (((1, 2), (3, 4)), "an offset more than the runs have ids, T=2, got 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            replace(good, runs=runs)
     with pytest.raises(ValueError, match=r"offsets_T1 must run from 0 to N=1, got 0\.\.2"):
-        ScoreRequest(
-            rid="s", input_ids=[1] * 4, num_prompt_tokens=3, offsets_T1=2 * offsets, ids_N=ids
-        )
+        replace(good, offsets_T1=2 * offsets)
     for changes, message in (
         ({"temperature": 0.0}, "temperature must be > 0 and finite, got 0"),
         ({"temperature": float("nan")}, "temperature must be > 0 and finite, got nan"),

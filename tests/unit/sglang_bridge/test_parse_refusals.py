@@ -41,9 +41,10 @@ HUGE = 10**400
 
 
 def plain(**changes: Any) -> dict[str, Any]:
-    """A reply without a cache; `spans` and `reason` lie in its meta_info."""
+    """A reply without a cache; `spans`, `reason` and `cached` lie in its meta_info."""
     reply = rollout_reply({})
-    for name, key in (("spans", "weight_versions"), ("reason", "finish_reason")):
+    keys = {"spans": "weight_versions", "reason": "finish_reason", "cached": "cached_tokens"}
+    for name, key in keys.items():
         if name in changes:
             reply["meta_info"][key] = changes.pop(name)
     ids = changes.get("output_ids")
@@ -59,6 +60,7 @@ def span(version: Any, start: Any) -> dict[str, Any]:
 def test_a_sound_plain_reply_is_read():
     reply = parse_rollout(URL, plain(), PLAIN, KNOWN)
     assert (reply.output_ids_T.tolist(), reply.spans) == ([5, 9, 5], ((3, 0, 3),))
+    assert reply.cached_tokens == 1
     longest = plain(output_ids=[49] * 3, reason={"type": "length"})
     assert parse_rollout(URL, longest, PLAIN, KNOWN).finish_reason == "length"
 
@@ -102,6 +104,9 @@ def test_a_stop_string_is_told_from_an_end_token():
         ({"spans": []}, "no versions"),
         ({"reason": {"type": ["stop"]}}, "finish_reason is"),
         ({"reason": None}, "finish_reason is missing"),
+        ({"cached": None}, "cached_tokens must be a whole number >= 0, got None"),
+        ({"cached": -1}, "cached_tokens must be a whole number >= 0, got -1"),
+        ({"cached": 2}, "had 2 of 2 input_ids in its cache"),
     ],
 )
 def test_plain_replies_are_checked_as_closely(changes: dict[str, Any], message: str):

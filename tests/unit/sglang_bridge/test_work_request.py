@@ -34,6 +34,7 @@ def test_what_is_wanted_besides_is_said():
 def test_scores_are_asked_for_row_by_row(exact: bool):
     found = decode_work(encode_score("s-1.", replace(SCORE_REQUEST, exact=exact)))
     params = found.sampling_params.custom_params
+    assert unpack(params[wire.SCORE_RUNS], "<i4").tolist() == [2, 3, 5, 7]
     assert unpack(params[wire.SCORE_LENGTHS], "<i4").tolist() == [2, 0, 1]
     assert unpack(params[wire.SCORE_IDS], "<i4").tolist() == [7, 8, 9]
     assert (found.return_logprob, found.logprob_start_len) == (True, 1)

@@ -14,7 +14,7 @@ from sglang_bridge.parse import parse_rollout, parse_scores
 from sglang_bridge.server import front, plugin
 from sglang_bridge.server.compat import ranks
 from sglang_bridge.server.entry import offer_standins
-from sglang_bridge.server.scoring import ScoreRecord
+from sglang_bridge.server.scoring import ScoreRecord, runs_of
 from sglang_bridge.server.text import from_text, to_text
 from sglang_bridge.work_request import decode_work, encode_rollout, encode_score
 from tests.support.bridge_replies import (
@@ -45,7 +45,8 @@ def test_ids_to_score_reach_the_scheduler():
     record = ScoreRecord(arguments["sampling_params"]["custom_params"])
     assert record.offsets_T1.tolist() == [0, 2, 2, 3]
     assert record.ids_N.tolist() == [7, 8, 9]
-    assert (arguments["logprob_start_len"], record.start) == (1, 1)
+    assert runs_of(arguments["sampling_params"]["custom_params"]) == [(2, 3), (5, 7)]
+    assert arguments["logprob_start_len"] == 1
 
 
 def test_an_answer_is_read_as_it_was_and_carries_nothing_else():

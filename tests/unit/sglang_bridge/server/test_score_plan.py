@@ -14,20 +14,23 @@ from sglang_bridge.server import scoring, selection_plan
 from sglang_bridge.server.compat import batches, ranks
 from sglang_bridge.server.masses import BLOCK
 from sglang_bridge.server.score_plan import ScorePlan
-from tests.support.server_requests import fake_request, score_request
+from tests.support.server_requests import (
+    fake_request,
+    score_request,
+    scored_request,
+    scoring_batch,
+)
 
 
 def run_plan(
     requests: list, prefixes: list[int], extends: list[int], starts: list[int], logits, chunk: int
 ) -> None:
-    """One forward pass over `logits` [rows, V], shown to the plan in chunks."""
-    batch = SimpleNamespace(
-        reqs=requests,
-        prefix_lens=prefixes,
-        extend_lens=extends,
-        extend_logprob_start_lens=starts,
-    )
-    plan = ScorePlan(batch, torch.Generator().manual_seed(7))
+    """One forward pass, shown to the plan in chunks; logits: [rows, V], those SGLang offers."""
+    batch = scoring_batch(requests, prefixes, extends, starts)
+    rows = scoring.rows_of(batch)
+    if rows.chosen_L is not None:
+        logits = logits[rows.chosen_L]
+    plan = ScorePlan(rows, torch.Generator().manual_seed(7))
     plan.begin(len(logits), torch.device("cpu"))
     for first in range(0, len(logits), chunk):
         plan.take(logits[first : first + chunk])
@@ -63,6 +66,51 @@ def test_plan_scores_each_row_once_over_two_passes(chunk: int):
     expected_c = torch.stack([logp[3, 0], logp[4, 18], logp[4, 19]]).numpy()
     assert np.allclose(batches.find_record(c, scoring.RECORD).logp_N, expected_c, atol=1e-6)
     assert batches.find_record(b, scoring.RECORD) is None
+
+
+def somebody_elses() -> SimpleNamespace:
+    """A request that wants SGLang's own log-probs."""
+    request = fake_request()
+    request.return_logprob = True
+    return request
+
+
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+@pytest.mark.parametrize("beside", [False, True])
+def test_several_runs_are_scored_and_no_given_id(chunk: int, beside: bool):
+    """Rows at positions 2, 3, 4 and 10, 11, of 13 ids in passes of 3, 5, 2 and 3.
+
+    beside: another request leaves SGLang's rows as they are.
+    """
+    logits = torch.randn(13, 20, generator=torch.Generator().manual_seed(0))
+    request = scored_request([(3, 6), (11, 13)], [2, 0, 1, 1, 2], [5, 6, 7, 1, 2, 3])
+    others, other_rows = ([somebody_elses()], logits[:1]) if beside else ([], logits[:0])
+    chosen = []
+    for prefix, extend in ((0, 3), (3, 5), (8, 2), (10, 3)):
+        start = max(2 - prefix, 0)
+        batch = [request, *others], [prefix, *[0] * beside], [extend, *[1] * beside]
+        starts = [start, *[0] * beside]
+        chosen.append(scoring.rows_of(scoring_batch(*batch, starts)).chosen_L)
+        offered = torch.cat([logits[prefix + start : prefix + extend], other_rows])
+        run_plan(*batch, starts, offered, chunk)
+    row_N = [2, 2, 4, 10, 11, 11]
+    expected = logits.log_softmax(-1)[row_N, [5, 6, 7, 1, 2, 3]]
+    found = batches.find_record(request, scoring.RECORD).logp_N
+    assert np.allclose(found, expected, atol=1e-6)
+    if beside:
+        assert chosen == [None] * 4
+    else:  # besides those that are scored the last one of each pass, which is sampled from
+        assert [rows.tolist() for rows in chosen] == [[0], [0, 1, 4], [1], [0, 1, 2]]
+
+
+def test_rows_follow_each_other_in_a_pass_of_several_requests():
+    a, b = (scored_request(runs, [0] * 3, []) for runs in ([(1, 3), (5, 6)], [(2, 3), (5, 7)]))
+    rows = scoring.rows_of(scoring_batch([a, fake_request(), b], [0, 4, 0], [6, 3, 7], [0, 3, 1]))
+    assert rows.chosen_L is not None
+    assert rows.chosen_L.tolist() == [0, 1, 4, 5, 6, 7, 10, 11, 12]
+    found = [(each.req, each.first, each.logit_rows.tolist()) for each in rows.scored]
+    assert found == [(a, 0, [0, 1, 2]), (b, 0, [5, 6, 7])]
+    assert rows.num_rows == 9
 
 
 def selections(request: SimpleNamespace) -> list[dict[int, tuple[float, float]]]:
@@ -138,14 +186,9 @@ def test_an_unscored_row_stays_nan():
 
 
 def test_other_rows_than_planned_are_an_error():
-    batch = SimpleNamespace(
-        reqs=[score_request(0, [1], [1])],
-        prefix_lens=[0],
-        extend_lens=[2],
-        extend_logprob_start_lens=[0],
-    )
+    rows = scoring.rows_of(scoring_batch([score_request(0, [1, 1], [1, 1])], [0], [2], [0]))
     with pytest.raises(RuntimeError, match="planned 2 logit rows, SGLang computes 3"):
-        ScorePlan(batch, torch.Generator()).begin(3, torch.device("cpu"))
+        ScorePlan(rows, torch.Generator()).begin(3, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("atoms", [0, 2])
@@ -159,13 +202,8 @@ def test_a_chunk_is_scored_in_place(atoms: int, deterministic: Callable[[bool], 
         score_request(0, [2] * 11, list(range(22)), **wants),
         score_request(0, [1] * 12, list(range(12)), **wants),
     ]
-    batch = SimpleNamespace(
-        reqs=requests,
-        prefix_lens=[0, 0],
-        extend_lens=[12, 12],
-        extend_logprob_start_lens=[0, 0],
-    )
-    plan = ScorePlan(batch, torch.Generator().manual_seed(7))
+    batch = scoring_batch(requests, [0, 0], [12, 12], [0, 0])
+    plan = ScorePlan(scoring.rows_of(batch), torch.Generator().manual_seed(7))
     plan.begin(rows, torch.device("cpu"))
     with Passes(logits) as counted:
         plan.take(logits)

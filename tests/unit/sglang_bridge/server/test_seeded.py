@@ -1,6 +1,6 @@
 """Numbers that belong to a request and a position."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from sglang_bridge import wire
 from sglang_bridge.arrays import pack
+from sglang_bridge.protocol import row_positions
 from sglang_bridge.server import draws, scoring, seeded
 from sglang_bridge.server.compat import batches, ranks
 from sglang_bridge.server.score_plan import ScorePlan
 from sglang_bridge.server.text import to_text
+from tests.support.server_requests import scoring_batch
 
 SEED = st.integers(-(2**63), 2**63 - 1)
 
@@ -182,25 +184,27 @@ def test_draws_of_a_deterministic_server_are_the_requests_own(deterministic):
     assert rows_of([1, 2, 3], 40, server_seed=1) != plain, "the server's own generator draws"
 
 
-def selection_of(passes: list[int], beside: bool, seed: int) -> dict[str, str]:
-    """The selection of a request of six rows whose prefill is cut into `passes` tokens."""
-    logits = torch.randn(6, 40, generator=torch.Generator().manual_seed(2))
+def selection_of(
+    passes: list[int], beside: bool, seed: int, runs: Sequence[tuple[int, int]] = ((1, 7),)
+) -> dict[str, str]:
+    """The selection of a request of six rows whose prefill is cut into `passes` tokens.
+
+    Their logits are the same wherever the runs lie.
+    """
+    logits = torch.randn(sum(passes), 40, generator=torch.Generator().manual_seed(3))
+    of_rows = torch.randn(6, 40, generator=torch.Generator().manual_seed(2))
+    logits[torch.from_numpy(row_positions(runs))] = of_rows
     wants = {wire.SCORE_DRAWS: 5, wire.SCORE_ATOMS: 2}
-    made = [
-        request_of(seed, **score_params(6), **wants),
-        request_of(77, **score_params(6), **wants),
-    ]
+    made = [request_of(each, **score_params(runs), **wants) for each in (seed, 77)]
     done = 0
     for count in passes:
         chosen = made[: 1 + beside]
-        batch = SimpleNamespace(
-            reqs=chosen,
-            prefix_lens=[done] * len(chosen),
-            extend_lens=[count] * len(chosen),
-            extend_logprob_start_lens=[0] * len(chosen),
-        )
-        plan = ScorePlan(batch, torch.Generator())
-        rows = logits[done : done + count].repeat(len(chosen), 1)
+        count_of = [count] * len(chosen)
+        batch = scoring_batch(chosen, [done] * len(chosen), count_of, [0] * len(chosen))
+        chosen_rows = scoring.rows_of(batch)
+        assert chosen_rows.chosen_L is not None
+        plan = ScorePlan(chosen_rows, torch.Generator())
+        rows = logits[done : done + count].repeat(len(chosen), 1)[chosen_rows.chosen_L]
         plan.begin(len(rows), torch.device("cpu"))
         plan.take(rows)
         plan.copy_to_host(lambda tensor: tensor).consume(batch, [None] * len(chosen))
@@ -208,10 +212,10 @@ def selection_of(passes: list[int], beside: bool, seed: int) -> dict[str, str]:
     return batches.find_record(made[0], scoring.RECORD).payload()[wire.SELECTION]
 
 
-def score_params(rows: int) -> dict[str, object]:
+def score_params(runs: Sequence[tuple[int, int]]) -> dict[str, object]:
     return {
-        wire.SCORE_START: 0,
-        wire.SCORE_LENGTHS: to_text(pack(np.zeros(rows, np.int32))),
+        wire.SCORE_RUNS: to_text(pack(np.array(runs))),
+        wire.SCORE_LENGTHS: to_text(pack(np.zeros(6, np.int32))),
         wire.SCORE_IDS: to_text(pack(np.zeros(0, np.int32))),
     }
 
@@ -219,4 +223,7 @@ def score_params(rows: int) -> dict[str, object]:
 def test_a_teachers_draws_do_not_see_how_a_prompt_is_cut(deterministic):
     whole = selection_of([6], beside=False, seed=5)
     assert selection_of([1, 3, 2], beside=True, seed=5) == whole
+    turns = [(2, 4), (7, 8), (10, 13)]
+    assert selection_of([13], beside=False, seed=5, runs=turns) == whole
+    assert selection_of([3, 2, 7, 1], beside=True, seed=5, runs=turns) == whole
     assert selection_of([6], beside=False, seed=6) != whole

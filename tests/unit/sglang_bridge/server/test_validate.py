@@ -2,39 +2,47 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from sglang_bridge import wire
+from sglang_bridge.arrays import pack
 from sglang_bridge.server import validate
 from sglang_bridge.server.compat import batches
-from tests.support.server_requests import score_request
+from sglang_bridge.server.text import to_text
+from tests.support.server_requests import scored_request
 
 
 @pytest.mark.parametrize(
-    ("start", "lengths", "ids", "message"),
+    ("runs", "lengths", "ids", "message"),
     [
-        (0, [1], [20], "ids to score must be in"),
-        (0, [1], [-1], "ids to score must be in"),
-        (5, [1, 1, 1], [1, 2, 3], "do not lie in the input"),
-        (0, [2, -1], [1], "must not have fewer than 0 ids"),
-        (0, [1], [1, 2], "at least one row must hold N=2 ids, got 1"),
-        (0, [], [], "at least one row must hold N=0"),
+        ([(6, 7)], [1], [20], "ids to score must be in"),
+        ([(6, 7)], [1], [-1], "ids to score must be in"),
+        ([(5, 8)], [1, 1, 1], [1, 2, 3], "must end with the last of 7 input_ids, got stop=8"),
+        ([(1, 2**30)], [1], [1], "must end with the last of 7 input_ids, got stop=1073741824"),
+        ([(2, 4), (3, 7)], [0] * 6, [], "not overlap, got 3 after stop=4"),
+        ([(0, 7)], [0] * 7, [], r"1 <= start < stop, got 0\.\.7"),
+        ([], [], [], "at least one run of sampled ids, got none"),
+        ([(5, 7)], [2, -1], [1], "must not have fewer than 0 ids"),
+        ([(6, 7)], [1], [1, 2], "1 rows must hold N=2 ids, got 1 rows of 1"),
+        ([(2, 4), (6, 7)], [1, 1], [1, 2], "3 rows must hold N=2 ids, got 2 rows of 2"),
     ],
 )
-def test_bad_score_requests_are_refused(start: int, lengths: list, ids: list, message: str):
-    params = batches.custom_params(score_request(start, lengths, ids))
+def test_bad_score_requests_are_refused(runs: list, lengths: list, ids: list, message: str):
+    params = batches.custom_params(scored_request(runs, lengths, ids))
     with pytest.raises(ValueError, match=message):
         validate.check_score_params(params, num_input=7, vocab_size=20)
 
 
-@pytest.mark.parametrize("start", [None, 0.0, float("inf"), float("nan"), "0"])
-def test_a_first_row_that_is_no_whole_number_is_refused(start: object):
-    params = dict(batches.custom_params(score_request(0, [1], [1])))
-    params[wire.SCORE_START] = start
-    with pytest.raises(ValueError, match=f"{wire.SCORE_START} must be a whole number, got"):
+@pytest.mark.parametrize("runs", [None, 5, "*", to_text(pack(np.array([1, 4, 7])))])
+def test_runs_that_are_no_pairs_are_refused(runs: object):
+    params = dict(batches.custom_params(scored_request([(6, 7)], [1], [1])))
+    validate.check_score_params(params, num_input=7, vocab_size=20)
+    params[wire.SCORE_RUNS] = runs
+    with pytest.raises(ValueError, match=r"an array as text|base64|a run, got 3 numbers"):
         validate.check_score_params(params, num_input=7, vocab_size=20)
-    del params[wire.SCORE_START]
-    with pytest.raises(ValueError, match=f"{wire.SCORE_START} must be a whole number, got None"):
+    del params[wire.SCORE_RUNS]
+    with pytest.raises(ValueError, match="expected an array as text, got NoneType"):
         validate.check_score_params(params, num_input=7, vocab_size=20)
 
 
@@ -49,7 +57,7 @@ def test_a_first_row_that_is_no_whole_number_is_refused(start: object):
     ],
 )
 def test_bad_selections_are_refused(more: dict, message: str):
-    params = batches.custom_params(score_request(0, [1], [1], **more))
+    params = batches.custom_params(scored_request([(6, 7)], [1], [1], **more))
     with pytest.raises(ValueError, match=message):
         validate.check_score_params(params, num_input=7, vocab_size=20)
 
