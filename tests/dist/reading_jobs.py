@@ -56,7 +56,7 @@ def _raises(frames: Raw) -> Raw:
 # What the head of the last model copy has instead of its share; each is found by other ranks.
 DAMAGES: dict[str, Callable[[Raw], Raw]] = {
     "cached ids": _changed(1, cached=pack(np.array([1, 2]))),
-    "tokens": _changed(0, prompt=0),
+    "tokens": _changed(0, runs=[]),
     "an expert of the first layer": _routed(0, 255),
     "an expert of the last layer": _routed(-1, 255),
     "one expert twice": _routed(-1, 0),

@@ -81,7 +81,7 @@ def test_a_share_of_a_model_without_experts(tmp_path):
 
 WORDS = {
     "cached ids": "sample 1: count_T is not that of 2 cached ids",
-    "tokens": "sample 1: a prompt of 0 of ",
+    "tokens": "sample 1: each of 1 sequences must have a run",
     "an expert of the first layer": "column experts_XLk must be in 0..7, got 0..255",
     "an expert of the last layer": "column experts_XLk must be in 0..7, got 0..255",
     "one expert twice": "routed experts of a token must differ, got one twice",
