@@ -86,8 +86,8 @@ WORDS = {
     "an expert of the last layer": "column experts_XLk must be in 0..7, got 0..255",
     "one expert twice": "routed experts of a token must differ, got one twice",
     "the kind of experts": "sample 1: routed experts must be of 3 layers, got 1",
-    "number of frames": "a share has 1 frame and 4 a sample, got ",
-    "no frames": "a share has 1 frame and 4 a sample, got 0",
+    "number of frames": "a share has 1 frame and 4 a sequence, got ",
+    "no frames": "a share has 1 frame and 4 a sequence, got 0",
     "collected": "these samples do not fit",
     "lacking": "nothing",
 }
