@@ -7,7 +7,7 @@ package imports from the layers before its own, and from its own where that make
 LAYERS = (
     {"errors", "records"},
     {"config"},
-    {"output", "models", "buffer", "losses", "data", "batching", "metrics", "wire"},
+    {"output", "models", "buffer", "losses", "data", "batching", "metrics", "wire", "environments"},
     {"sizing", "transport", "checkpoint", "weight_sync", "rollout"},
     {"learner", "controller", "data_workers", "report"},
     {"inputs"},
