@@ -32,7 +32,7 @@ ONLY = {
 TORCH_FREE = {
     *("errors", "records", "config", "buffer", "batching", "controller", "rollout", "data"),
     *("metrics", "sizing", "launch", "fleet", "run", "sim", "report", "watch", "wire", "sites"),
-    *("evaluation", "mismatch"),
+    *("evaluation", "mismatch", "environments"),
 }
 AROUND = {
     "harness": set[str](),
