@@ -1,6 +1,7 @@
 """Finds in which format a model writes tool calls: the one in which its chat template writes them.
 
-Invariant: a format that is found reads back a call that the template has written.
+Invariant: a format that is found reads back a call that the template has written; where none of
+ours does, the checkpoint's own response template is taken at its word.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from megatron_opd.data.chats import ASSISTANT, USER, ChatMessage, RowChat
 from megatron_opd.data.marks import alike
 from megatron_opd.environments.calls import CallReader
-from megatron_opd.environments.formats import FORMATS
+from megatron_opd.environments.formats import CALLS, FORMATS, TEXT, THOUGHT
 from megatron_opd.environments.turns import TurnEncoder
 
 _NAME = "look_up"
@@ -30,6 +31,11 @@ _TOOL = {
 }
 
 
+_FIELDS = {"content": TEXT, "tool_calls": CALLS, "reasoning_content": THOUGHT}
+_FIELDS |= {"reasoning": THOUGHT, "thinking": THOUGHT}
+"""What checkpoints call the fields of their response templates."""
+
+
 def call_format(encoder: TurnEncoder, name: str | None = None) -> Mapping[str, Any]:
     """Return the response template of a format, or of the first that reads the template's calls.
 
@@ -44,6 +50,10 @@ def call_format(encoder: TurnEncoder, name: str | None = None) -> Mapping[str, A
             (_NAME, _ARGUMENTS, None)
         ]:
             return each.template
+    own: Any = getattr(encoder.tokenizer, "response_template", None)
+    if isinstance(own, dict) and "tool_calls" in own.get("fields", {}):
+        fields = {_FIELDS.get(field, field): each for field, each in own["fields"].items()}
+        return {"start_anchor_pattern": r"(?!)", "fields": fields}
     raise ValueError(
         "the student's chat template writes tool calls in no known format: name one in "
         f"environment.tool_format ({', '.join(FORMATS)}), or a template that writes them"

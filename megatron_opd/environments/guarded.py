@@ -80,7 +80,7 @@ class GuardedEnvironment:
         chat = self._chat(said)
         if chat[-1].role == ASSISTANT:
             raise _bad("start must not say an assistant's message last, which the student writes")
-        return RowChat.of(chat, self._tools())
+        return RowChat.of(chat, self.tools())
 
     async def step(self, reply: Reply) -> Answered:
         """Return what is answered to a turn."""
@@ -94,7 +94,8 @@ class GuardedEnvironment:
             raise _bad(f"step must say messages of the user or of tools, got one of the {wrong}")
         return Answered(chat, reward, ended=False)
 
-    def _tools(self) -> Sequence[Mapping[str, Any]]:
+    def tools(self) -> Sequence[Mapping[str, Any]]:
+        """Return the tools that the environment declares. Raises EnvironmentFailed."""
         try:
             tools = list(tools_of_environment(self._environment))
             return read_tools(_whole(tools, _Left(self._limits.message_bytes)), "tools")

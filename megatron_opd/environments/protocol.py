@@ -88,7 +88,7 @@ def make_environment(kind: str, options: Mapping[str, Any]) -> Environment:
     try:
         made = kind_of(**options)
     except Exception as error:  # noqa: BLE001  whatever a user's class raises is told in one line
-        raise ValueError(f"environment.options: {path} cannot be made: {line(error)}") from None
+        raise ValueError(f"environment: {path} cannot be made: {line(error)}") from None
     if not isinstance(made, Environment):
         raise ValueError(f"environment.type: {path} must have async methods start and step")
     return made

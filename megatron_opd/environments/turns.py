@@ -52,7 +52,8 @@ class TurnEncoder:
         self.tokenizer, self.how, self.end_ids = tokenizer, how, frozenset(end_ids)
         self.literal = LiteralEncoder(tokenizer)
         names: Any = tokenizer.convert_ids_to_tokens(sorted(self.end_ids))
-        self._ends = tuple(names)
+        self._ends = tuple(name for name in names if name)
+        self._closed: dict[bool, bool] = {}
 
     def rendered(self, chat: Chat, *, answer: bool = True) -> str:
         """Return the text of a chat; answer: with the beginning of one. Raises what it raises."""
@@ -103,7 +104,7 @@ class TurnEncoder:
     def closes(self, ids: Sequence[int]) -> bool:
         """Return whether ids behind a turn begin with what closes any turn."""
         turn = (_ASKED, ChatMessage(ASSISTANT, PROBE))
-        return bool(ids) and ids[0] in self.end_ids and self._is_closed(self._behind(turn, PROBE))
+        return bool(ids) and ids[0] in self.end_ids and bool(self._is_closed(turn, PROBE))
 
     def _tail(self, chat: Chat) -> _Tail:
         text = "".join(message.content for message in chat)
@@ -115,10 +116,21 @@ class TurnEncoder:
         _, found, text = self.written(chat_like(chat, (*turn, *chat))).partition(probe)
         if not found:
             raise ValueError("the chat template leaves out the assistant's text")
-        return _Tail(text, self._is_closed(self._behind(turn, probe)))
+        return _Tail(text, bool(self._is_closed(turn, probe)))
 
-    def _is_closed(self, behind: str | None) -> bool:
-        return behind is not None and any(map(behind.startswith, self._ends))
+    def _is_closed(self, turn: Chat, probe: str) -> bool | None:
+        """Return whether an end token closes a turn that is the last.
+
+        None: the template does not write it. Looked up once for turns with and without calls.
+        """
+        calls = "tool_calls" in turn[-1].others
+        if calls not in self._closed:
+            behind = self._behind(turn, probe)
+            if behind is None:
+                return None
+            end = self._first_end(behind)
+            self._closed[calls] = end is not None if calls else end == 0
+        return self._closed[calls]
 
     def _behind_calls(self, chat: Chat, probe: str) -> _Tail | None:
         """Return what follows a turn that calls tools, None where the template writes no calls."""
@@ -135,10 +147,8 @@ class TurnEncoder:
         except Exception:  # noqa: BLE001  a template is a program: it raises what it likes
             return None
         found = self._first_end(text)
-        behind = self._behind(turn, probe)
-        if found is None or behind is None:
-            return None
-        return _Tail(text[found:], self._first_end(behind) is not None)
+        closed = self._is_closed(turn, probe)
+        return None if found is None or closed is None else _Tail(text[found:], closed)
 
     def before_end(self, text: str) -> str:
         """Return a text up to its first end token."""

@@ -14,12 +14,16 @@ class UnprintableError(Exception):
 
 
 class RogueEnvironment:
-    """Does in its first step what `does` names; `well` ends with the number of its turns."""
+    """Does in its first step what `does` or its row's answer names.
+
+    well: it says `text`, and ends in its third step with the number 3 as its reward.
+    """
 
     def __init__(self, does: str = "well", text: str = "Go on.") -> None:
         self._does, self._text, self._turns = does, text, 0
 
     async def start(self, row: EnvironmentRow):
+        self._does = str(row.answer or self._does)
         if self._does.startswith("start_"):
             return await self._misbehave(self._does.removeprefix("start_"))
         return str(row.prompt)

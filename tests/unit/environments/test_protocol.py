@@ -37,9 +37,9 @@ def test_one_of_the_users_is_made_with_its_options():
         ("nowhere.at_all:X", {}, "module nowhere.at_all of nowhere.at_all:X cannot be imported"),
         (f"{ROGUE}:Nothing", {}, "has no Nothing"),
         (f"{ROGUE}:UnprintableError", {}, "must have async methods start and step"),
-        ("guess", {"hihg": 3}, "environment.options: .* unexpected keyword argument 'hihg'"),
-        ("guess", {"guesses": 0}, "environment.options: .*guesses >= 1"),
-        (f"{ROGUE}:VALUES", {}, "environment.options: .*not callable"),
+        ("guess", {"hihg": 3}, "environment: .* unexpected keyword argument 'hihg'"),
+        ("guess", {"guesses": 0}, "environment: .*guesses >= 1"),
+        (f"{ROGUE}:VALUES", {}, "environment: .*not callable"),
     ],
 )
 def test_what_cannot_be_made_is_told_in_a_line(kind: str, options, error: str):
