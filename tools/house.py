@@ -7,7 +7,7 @@ package imports from the layers before its own, and from its own where that make
 LAYERS = (
     {"errors", "records"},
     {"config"},
-    {"output", "models", "buffer", "losses", "data", "batching", "metrics", "wire"},
+    {"output", "models", "buffer", "losses", "data", "batching", "metrics", "wire", "environments"},
     {"sizing", "transport", "checkpoint", "weight_sync", "rollout"},
     {"learner", "controller", "data_workers", "report"},
     {"inputs"},
@@ -32,7 +32,7 @@ ONLY = {
 TORCH_FREE = {
     *("errors", "records", "config", "buffer", "batching", "controller", "rollout", "data"),
     *("metrics", "sizing", "launch", "fleet", "run", "sim", "report", "watch", "wire", "sites"),
-    *("evaluation", "mismatch"),
+    *("evaluation", "mismatch", "environments"),
 }
 AROUND = {
     "harness": set[str](),

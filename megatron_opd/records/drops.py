@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Where = Literal["any", "teacher", "reward", "group", "spread", "overlong", "sites"]
+Where = Literal["any", "teacher", "reward", "group", "spread", "overlong", "sites", "environment"]
 """Which runs can have it: all, or those with teachers, verifiers, groups, ..."""
 
 
@@ -69,6 +69,36 @@ OVERLONG = _drop(
     "overlong",
     "the response was cut at its limit of tokens",
     "raise rollout.max_new_tokens, or another selection.overlong",
+)
+ENVIRONMENT_FAILED = _drop(
+    "environment_failed",
+    "environment",
+    "an environment raised an exception",
+    "the first one is on the terminal; play the environment on that row",
+)
+ENVIRONMENT_TIMED_OUT = _drop(
+    "environment_timed_out",
+    "environment",
+    "an environment did not answer a turn in environment.timeout_s",
+    "raise it, or see what the environment waits for",
+)
+ENVIRONMENT_DIED = _drop(
+    "environment_died",
+    "environment",
+    "the process of an environment ended, or took more than environment.memory_bytes",
+    "raise it, or see that the environment neither exits nor crashes the interpreter",
+)
+ENVIRONMENT_BAD_REPLY = _drop(
+    "environment_bad_reply",
+    "environment",
+    "an environment answered with something that is no messages, no end, or not to be rendered",
+    "the first one is on the terminal; see what start and step return",
+)
+ENVIRONMENT_TOO_LONG = _drop(
+    "environment_too_long",
+    "environment",
+    "an environment said more than environment.message_bytes, or left no room for a turn",
+    "raise it, or environment.max_tokens; let tools cut what they answer",
 )
 TEACHER_UNREACHABLE = _drop(
     "teacher_unreachable",
@@ -202,6 +232,7 @@ INCOMPLETE_BATCH = _drop(
     "fewer samples than a batch were left when the prompts ended",
     "a number of prompts that buffer.batch_size divides",
 )
+ENVIRONMENT_REASONS = tuple(word for word in DROPS if word.startswith("environment_"))
 VERIFIER_REASONS = tuple(word for word in DROPS if word.startswith("verifier_"))
 GROUP_REASONS = (ALL_RIGHT, ALL_WRONG, NO_REWARD_SPREAD)
 """Why a whole group is thrown away for its rewards."""

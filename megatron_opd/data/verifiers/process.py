@@ -127,14 +127,16 @@ class WorkerProcess:
         with contextlib.suppress(asyncio.CancelledError, VerifierFailed):
             _, writer = await self._opened
             writer.close()
-        await asyncio.to_thread(self._kill)
+        await asyncio.to_thread(kill_tree, self.pid)
+        await asyncio.to_thread(self._process.wait)
 
-    def _kill(self) -> None:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            root = psutil.Process(self.pid)
-            # stopped first: it cannot start another while its children are looked up
-            root.suspend()
-            for process in (*root.children(recursive=True), root):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.kill()
-        self._process.wait()
+
+def kill_tree(pid: int) -> None:
+    """Kill a process that is not yet collected, and all that it started."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        root = psutil.Process(pid)
+        # stopped first: it cannot start another while its children are looked up
+        root.suspend()
+        for process in (*root.children(recursive=True), root):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()

@@ -1,0 +1,1 @@
+"""Runs trajectories of several turns: environments, tools, what a template adds. Torch-free."""
