@@ -215,15 +215,19 @@ class Fleet:
 
     # ------------------------------------------------------------ work
 
-    async def generate(self, request: RolloutRequest, *, evaluates: bool = False) -> RolloutReply:
+    async def generate(
+        self, request: RolloutRequest, *, evaluates: bool = False, prefer: str = ""
+    ) -> RolloutReply:
         """Returns one completion from the least-loaded server, in one try.
 
-        evaluates: by a server that is kept for evaluations, if there is one.
+        evaluates: by a server that is kept for evaluations, if there is one. prefer: by the server
+        at this address, if it serves.
         """
         return await self.ask(
             lambda client: client.generate(request),
             lambda reply: len(reply.output_ids_T),
             evaluates=evaluates,
+            prefer=prefer,
         )
 
     async def score(self, request: ScoreRequest) -> ScoreReply:
@@ -238,12 +242,13 @@ class Fleet:
         num_tokens: Callable[[Reply], int],
         *,
         evaluates: bool = False,
+        prefer: str = "",
     ) -> Reply:
         """Returns what `call` gets from the least-loaded server, in one try.
 
-        num_tokens: sampled or scored in a reply. evaluates: as of `generate`.
+        num_tokens: sampled or scored in a reply. evaluates, prefer: as of `generate`.
         """
-        member = await self._members.next(evaluates=evaluates)
+        member = await self._members.next(evaluates=evaluates, prefer=prefer)
         try:
             reply = await member.reply(call)
         except BridgeError as error:

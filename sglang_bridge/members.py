@@ -236,10 +236,11 @@ class Members:
         """Returns once that is so."""
         await self._until(lambda: self.none_serves)
 
-    async def next(self, *, evaluates: bool = False) -> Member:
+    async def next(self, *, evaluates: bool = False, prefer: str = "") -> Member:
         """Returns who gets the next request, the least loaded; waits until there is one.
 
-        evaluates: whether it is one of an evaluation.
+        evaluates: whether it is one of an evaluation. prefer: the server at this address, if it
+        serves and does not rest: it has computed the beginning of the request before.
         One that failed is asked again only if no other can be, and one that could not be reached
         only after its rest: it may be about to be taken out.
         """
@@ -249,6 +250,9 @@ class Members:
                 await self._changed.wait()
                 continue
             now_s = asyncio.get_running_loop().time()
+            for member in serving if prefer else ():
+                if member.client.url == prefer and member.rests_until_s <= now_s:
+                    return member
             found = serving[loads.least(now_s)]
             rest_s = found.rests_until_s - now_s if found.unreachable else 0.0
             if rest_s <= 0:

@@ -9,6 +9,7 @@ from pydantic import Field
 
 from megatron_opd.config.cluster import ClusterConfig, SecurityConfig, WorkersConfig
 from megatron_opd.config.corrections import CorrectionConfig
+from megatron_opd.config.environment import EnvironmentConfig
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.evaluation import EvaluationConfig, SetSettings, settings_of
 from megatron_opd.config.learner import LearnerConfig
@@ -75,6 +76,9 @@ class ConfigTree(Section):
     """How the verifiers that data.task names are run: worker processes and limits."""
     rollout: RolloutConfig = RolloutConfig()
     """How responses are sampled from the student."""
+    environment: EnvironmentConfig | None = None
+    """Whom the student speaks with, turn by turn: tools, a game, or a class of your own. null: each
+    prompt is answered once."""
     support: SupportConfig | None = None
     """Token ids per position that the loss compares. Null: path for objectives that use rewards
     alone, topk for sparse_reverse_kl, otherwise mc."""

@@ -114,11 +114,14 @@ def make_schedule(config: Config) -> Schedule:
     asked_for = slots + len(by_site) * group_size
     window = config.sites.max_staleness if config.sites.is_open else None
     spread = groups if isinstance(groups, RewardSpread) else None
+    most = config.rollout.concurrency
+    if config.environment is not None:  # turns take slots, which a waiting trajectory leaves free
+        most = sys.maxsize
     return Schedule(
         updates=config.run.max_steps,
         batch_size=config.buffer.batch_size,
         kind=config.schedule,
-        rollout_slots=asked_for or config.rollout.concurrency,
+        rollout_slots=asked_for or most,
         score_slots=config.scoring.concurrency,
         group_size=group_size,
         groups=None if spread is None else GroupRule(spread, config.estimator.distils),

@@ -53,6 +53,22 @@ def tools_of(chat: str | Chat) -> Sequence[Mapping[str, Any]]:
     return chat.tools if isinstance(chat, RowChat) else ()
 
 
+def messages_of(chat: str | Chat) -> tuple[dict[str, Any], ...]:
+    """Return the messages of a chat as a chat template takes them; none of a text."""
+    if isinstance(chat, str):
+        return ()
+    return tuple({"role": m.role, "content": m.content, **m.others} for m in chat)
+
+
+def chat_of(messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Chat:
+    """Return the chat of these messages; the opposite of `messages_of`."""
+    return RowChat.of((_message(**message) for message in messages), tools)
+
+
+def _message(*, role: str, content: str, **others: Any) -> ChatMessage:
+    return ChatMessage(role, content, others)
+
+
 def chat_text(chat: str | Chat) -> str:
     """Return what a chat asks, for people and comparisons: its only user message, or its turns."""
     if isinstance(chat, str):

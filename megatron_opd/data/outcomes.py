@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.data.chats import chat_text
+from megatron_opd.data.chats import chat_text, messages_of, tools_of
 from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.marks import KINDS, Mark
 from megatron_opd.data.prompt_rules import PromptRules
@@ -63,6 +63,8 @@ class RowOutcome(NamedTuple):
             row_id=next((record[key] for key in columns.names), None) or self.where,
             reward_weight=_weight(record, columns.reward_weight),
             teacher_weight=_weight(record, columns.teacher_weight),
+            messages=messages_of(record[rules.prompt_key]),
+            tools=tuple(map(dict, tools_of(record[rules.prompt_key]))),
         )
 
 

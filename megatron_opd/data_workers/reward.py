@@ -9,22 +9,24 @@ from megatron_opd.records.types import AnyRollout, HeldRollout
 from megatron_opd.rollout.scorer import Reward
 
 
-def make_reward(
-    judge: Judge | None, ending: Ending, pool: WorkerPool | None = None
-) -> Reward | None:
+def make_reward(judge: Judge | None, ending: Ending, pool: WorkerPool | None = None) -> Reward:
     """Turn the judge into what the scorer asks for the reward of a rollout.
 
-    ending: what ends the run's responses. pool: whose judges give the rewards of what data workers
+    An environment's own reward comes first; without a judge there is no other. ending: what ends the run's responses. pool: whose judges give the rewards of what data workers
     hold.
     """
-    if judge is None:
-        return None
 
     async def reward(rollout: AnyRollout) -> float | None:
         prompt = rollout.prompt
         if not isinstance(rollout, HeldRollout):
-            ids = rollout.response_ids_T.tolist()
+            if rollout.reward is not None:  # of its environment
+                return rollout.reward
+            ids = rollout.last_turn_ids.tolist()
+            if judge is None:
+                return None
             return await judge.reward(prompt, ids, ending.beside(prompt.stop))
+        if judge is None:
+            return None
         assert pool is not None, "a data worker holds the rollout"
         if prompt.answer is None or not judge.rewards(prompt):
             return None

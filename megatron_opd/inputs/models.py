@@ -368,6 +368,13 @@ def prompt_limit(config: Config, student: ModelFacts) -> int:
     """Return the longest prompt, in tokens, that leaves room to sample and score a response."""
     context = config.student.context_length or student.context_length
     room = context - RESERVED_TOKENS - config.rollout.max_new_tokens
+    environment = config.environment
+    if environment is not None and environment.max_tokens > context - RESERVED_TOKENS:
+        raise UserError(
+            "environment.max_tokens must be at most the context of the student's servers less "
+            f"{RESERVED_TOKENS}, {context - RESERVED_TOKENS}, got {environment.max_tokens}; lower "
+            "it, or raise student.context_length"
+        )
     return min(config.data.max_prompt_tokens, room)
 
 

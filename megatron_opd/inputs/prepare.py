@@ -25,8 +25,10 @@ from megatron_opd.data.shards import is_there
 from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.data.verifying import TaskVerifiers
+from megatron_opd.environments.turns import TurnEncoder
 from megatron_opd.errors import UserError, checked
 from megatron_opd.inputs.disk_space import disk_notes
+from megatron_opd.inputs.environments import environment_notes, turn_encoder
 from megatron_opd.inputs.kept_data import Begun, Shape
 from megatron_opd.inputs.model_facts import trust_note
 from megatron_opd.inputs.models import CheckedModels, check_models, ending_of, prompt_limit
@@ -70,7 +72,7 @@ class Inputs:
     name, without those that are not here or not needed. judge: None when the task has no verifier
     or the tokenizer is not here. absent: what was not here to be checked. notes: what the user
     should know. shape: of the training files, None where not all of them was read. state: what the
-    controller continues from.
+    controller continues from. turns: encodes what an environment says; None without one.
     """
 
     checked: CheckedModels
@@ -81,6 +83,7 @@ class Inputs:
     notes: tuple[str, ...]
     shape: Shape | None = None
     state: ControllerState = NOTHING_YET
+    turns: TurnEncoder | None = None
 
 
 def read_inputs(
@@ -131,6 +134,7 @@ def read_inputs(
         check_enough(config, train, shape)
     absent += [f"data.train {path}: not here" for path in gone]
     judge = None if models.tokenizer is None else make_judge(config, models.tokenizer)
+    turns = turn_encoder(config, models)
     every = (*train, *heldout.values())
     said = (
         *notes(config),
@@ -145,6 +149,7 @@ def read_inputs(
         ),
         *changed,
         *rendering_notes(config, models, every),
+        *environment_notes(config, turns, train),
         *drawn_notes(train),
         *unseen,
         *skipped_lines(every),
@@ -156,7 +161,7 @@ def read_inputs(
             for line in seen_problems(train, key_of_set(config, name), each.path, each.examples)
         ),
     )
-    return Inputs(models, train, heldout, judge, tuple(absent), said, shape, state)
+    return Inputs(models, train, heldout, judge, tuple(absent), said, shape, state, turns)
 
 
 def model_notes(models: CheckedModels) -> list[str]:
@@ -339,6 +344,7 @@ def prepare(
         probes={name: probes_of(every, name) for name in teacher_roles(config)},
         ends=inputs.checked.ends,
         ending=ending_of(config, inputs.checked),
+        turns=inputs.turns,
         template=inputs.checked.template,
         notes=inputs.notes,
         shape=inputs.shape,

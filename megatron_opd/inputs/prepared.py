@@ -14,6 +14,7 @@ from megatron_opd.data.judge import Judge
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.data.template import RunTemplate
+from megatron_opd.environments.turns import TurnEncoder
 from megatron_opd.inputs.kept_data import Shape
 from megatron_opd.inputs.model_facts import ModelFacts
 from megatron_opd.metrics.token_texts import Decode
@@ -28,7 +29,8 @@ class Prepared:
     evaluation problems by set, empty when there is no evaluation. judge: None when the task has no
     verifier. decode: turns token ids into text. probes: training prompts by teacher, to look at its
     scores before the run. ends: the ids that end a response of every role's model. ending: what
-    ends a response of the run, besides its row's own strings. template: what chats are rendered
+    ends a response of the run, besides its row's own strings. turns: encodes what an environment
+    says; None without one. template: what chats are rendered
     with. train: the files that prompts are drawn from. notes: for the terminal. shape: of the
     training files. state: what the controller continues from.
     """
@@ -44,6 +46,7 @@ class Prepared:
     ends: Mapping[Role, EndTokens]
     ending: Ending
     shape: Shape
+    turns: TurnEncoder | None = None
     template: RunTemplate = field(default_factory=RunTemplate)
     notes: tuple[str, ...] = ()
     state: ControllerState = NOTHING_YET

@@ -46,7 +46,8 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
 
     update: the one that trained on it; of a dropped sample the first that was not done yet.
     version: the learner's when it trained; None: dropped. prompt: as the student read it, chat
-    template included; None: not known, as the run was resumed since. tokens: texts of the T
+    template included; None: not known, as the run was resumed since. given: (t, text), what the student was
+    given in front of its token t, the first turn's prompt excepted. tokens: texts of the T
     response tokens, whose concatenation is the response. sampler_logp, teacher_logp: nats by token;
     teacher_logp is None where no teacher was asked. spans: (version, start, stop) covering [0, T).
     staleness_versions: of the oldest token.
@@ -65,6 +66,7 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
     unix_time_s: float
     spans: list[tuple[int, int, int]]
     prompt: str | None
+    given: list[tuple[int, str]]
     tokens: list[str]
     sampler_logp: list[float]
     teacher_logp: list[float] | None
@@ -218,6 +220,7 @@ def make_row(
         unix_time_s=round(now_s, 3),
         spans=[],
         prompt=None if prompt is None else decode(prompt.token_ids_P.tolist()),
+        given=[],
         tokens=[],
         sampler_logp=[],
         teacher_logp=None,
@@ -234,12 +237,27 @@ def make_row(
     if isinstance(rollout, HeldRollout):
         return row
     path_T = rollout.draws.path_T
+    prompt_text, *given = given_texts(decode, rollout)
     return msgspec.structs.replace(
         row,
+        prompt=prompt_text[1],
+        given=given,
         tokens=token_texts(decode, rollout.response_ids_T.tolist()),
         sampler_logp=_rounded(rollout.draws.sampler_logp_N[path_T]),
         teacher_logp=_scores(sample.teacher_logp_N[path_T]) if isinstance(sample, Sample) else None,
     )
+
+
+def given_texts(decode: Decode, rollout: Rollout) -> list[tuple[int, str]]:
+    """Return what the student was given: before which of its tokens, and the text."""
+    found: list[tuple[int, str]] = []
+    tokens = stop = 0
+    sequence = -1
+    for run in rollout.runs:
+        start, sequence = (stop if run.sequence == sequence else 0), run.sequence
+        found.append((tokens, decode(rollout.sequences[sequence][start : run.start].tolist())))
+        tokens, stop = tokens + run.num_tokens, run.stop
+    return found
 
 
 def _scores(logp_T: FloatArray) -> list[float] | None:

@@ -6,6 +6,7 @@ import hashlib
 
 ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
 HEALTH = "health"
+ENVIRONMENT = "environment"
 MIXTURE, CURRICULUM = "mixture", "curriculum"
 
 

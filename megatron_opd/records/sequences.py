@@ -88,8 +88,8 @@ def joined(parts: Sequence[Sample]) -> Sample:
             for rollout, start in zip(rollouts, starts, strict=False)
             for span in rollout.spans
         ),
-        experts_XLk=_end_to_end([rollout.experts_XLk for rollout in rollouts]),
-        gates_XLk=_end_to_end([rollout.gates_XLk for rollout in rollouts]),
+        experts_XLk=end_to_end([rollout.experts_XLk for rollout in rollouts]),
+        gates_XLk=end_to_end([rollout.gates_XLk for rollout in rollouts]),
     )
     return replace(
         parts[0],
@@ -105,7 +105,7 @@ def inputs_of(rollout: Rollout) -> SequenceInputs:
     return SequenceInputs(ids_S, position_T, rollout.experts_XLk, rollout.gates_XLk)
 
 
-def _end_to_end(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
+def end_to_end(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
     """Join what sequences hold of their inputs. ValueError: only some do, or of another kind."""
     found = [array for array in arrays if array is not None]
     kinds = {(array.dtype, array.shape[1:]) for array in found}

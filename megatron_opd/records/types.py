@@ -16,7 +16,7 @@ takes ten times as long to make, and the garbage collector walks it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -49,7 +49,8 @@ class Prompt:
     with, or several that are all right, if any. teacher: names the one that scores its rollouts.
     max_new_tokens: longest response; None: rollout.max_new_tokens. stop: strings that end a
     response besides rollout.stop. task: its verifier's name; None: data.task. row_id: the row's own
-    name, or its file and line. row: which problem of the training data it is; NO_ROW: none of what
+    name, or its file and line. messages: of a row that holds a chat, as a chat template takes them,
+    and what it may call; for environments. row: which problem of the training data it is; NO_ROW: none of what
     the data is now. reward_weight, teacher_weight: multiply the loss's terms from rewards, and its
     other terms, on its responses.
     """
@@ -63,7 +64,8 @@ class Prompt:
     stop: tuple[str, ...] = ()
     task: str | None = None
     row_id: str = ""
-    metadata: dict[str, Any] = field(default_factory=dict[str, Any])
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
     row: int = 0
     reward_weight: float = 1.0
     teacher_weight: float = 1.0
@@ -75,6 +77,23 @@ class VersionSpan(msgspec.Struct, frozen=True, gc=False):
     version: int
     start: int
     stop: int
+
+
+class TurnFigures(msgspec.Struct, frozen=True, gc=False):
+    """Counts one turn of a trajectory.
+
+    sampling_s, environment_s: seconds in which it was sampled, waiting for a server included, and
+    in which its environment answered. calls, call_errors: of tools. cached: of the tokens before
+    it, those that its server had computed before. reward: what the environment gave it; None:
+    nothing.
+    """
+
+    sampling_s: float
+    environment_s: float
+    calls: int = 0
+    call_errors: int = 0
+    cached: int = 0
+    reward: float | None = None
 
 
 class SequenceSize(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -96,7 +115,8 @@ class Rollout:
     experts_XLk: uint8 or uint16 [X, layers with experts, experts a token], the experts that each
     input of the model visited when it was last computed in the fleet; None unless asked for.
     gates_XLk: float32, the weights that these experts' outputs were multiplied with then, in the
-    same order; None unless asked for.
+    same order; None unless asked for. reward: of its environment; None: it gave none. turns: what
+    the environment did; none without one.
     """
 
     prompt: Prompt
@@ -111,6 +131,14 @@ class Rollout:
     restarts: int = 0
     experts_XLk: ExpertArray | None = None
     gates_XLk: GateArray | None = None
+    reward: float | None = None
+    turns: tuple[TurnFigures, ...] = ()
+
+    @property
+    def last_turn_ids(self) -> IntArray:
+        """Returns the ids of the turn that was sampled last."""
+        last = max(self.runs, key=lambda run: run.turn)
+        return self.sequences[last.sequence][last.start : last.stop]
 
     @property
     def response_ids_T(self) -> IntArray:

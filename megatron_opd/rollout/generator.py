@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import msgspec
 
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.config.schema import Config
@@ -19,7 +21,7 @@ from megatron_opd.records.drops import (
 )
 from megatron_opd.records.seeds import ROLLOUT, derived_seed
 from megatron_opd.records.sequences import single_turn
-from megatron_opd.records.types import AnyRollout, Prompt, Rollout, VersionSpan
+from megatron_opd.records.types import AnyRollout, IntArray, Prompt, Rollout, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
 from sglang_bridge.retry import Backoff, is_unserved, retried
@@ -33,8 +35,40 @@ class RolloutFleet(Protocol):
         ...
 
 
+class TurnFleet(Protocol):
+    """Names the method of sglang_bridge.fleet.Fleet that sampling turns needs."""
+
+    async def generate(self, request: RolloutRequest, *, prefer: str = "") -> RolloutReply:
+        """Return one sampled turn with its draws; by the server `prefer`, if it serves."""
+        ...
+
+
+ResultT = TypeVar("ResultT")
+
 Sampler = Callable[[Prompt, RolloutRequest, int], Awaitable[AnyRollout]]
 """Samples one completion in one try; the number is that of the tries before it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnStart:
+    """Says what a turn follows. ids: all before it. number: from 0. room: most ids it may have.
+
+    url: the server that sampled the turn before; empty: none did.
+    """
+
+    ids: IntArray
+    number: int
+    room: int
+    url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SampledTurn:
+    """Holds a turn as it was sampled. sampling_s: with the wait for a slot and for a server."""
+
+    reply: RolloutReply
+    restarts: int
+    sampling_s: float
 
 
 class RolloutGenerator:
@@ -71,6 +105,7 @@ class RolloutGenerator:
         self._run_id, self._end_ids = run_id, end_ids
         self._backoff = Backoff(config.rollout.attempts)
         self._numbers = itertools.count()
+        self._slots = asyncio.Semaphore(config.rollout.concurrency)
 
     async def generate(self, prompt: Prompt) -> AnyRollout:
         """Return one completion of `prompt`, in rollout.attempts tries over all servers.
@@ -89,10 +124,31 @@ class RolloutGenerator:
         a run, and where all are dropped the controller does. Every other failure is re-raised:
         servers that answer wrongly must stop the run.
         """
+        return await self._served(lambda earlier: self._once(prompt, earlier))
+
+    async def turn(self, fleet: TurnFleet, prompt: Prompt, follows: TurnStart) -> SampledTurn:
+        """Return one turn of a trajectory that is about `prompt`; raises as `generate` does.
+
+        fleet: the student servers. At most rollout.concurrency turns are sampled at once. Each turn has noise of its own.
+        """
+        clock = asyncio.get_running_loop().time
+        request = self._request(prompt, follows)
+        begun_s = clock()
+
+        async def once(earlier: int) -> tuple[RolloutReply, int]:
+            rid = self._rid(prompt)  # the server may still be busy with a try that was lost
+            asked = msgspec.structs.replace(request, rid=rid)
+            return await fleet.generate(asked, prefer=follows.url), earlier
+
+        async with self._slots:
+            reply, restarts = await self._served(once)
+        if len(reply.output_ids_T) == 0:
+            raise RolloutRejected(EMPTY_RESPONSE, f"prompt {prompt.uid}, turn {follows.number + 1}")
+        return SampledTurn(reply, restarts, clock() - begun_s)
+
+    async def _served(self, once: Callable[[int], Awaitable[ResultT]]) -> ResultT:
         try:
-            return await retried(
-                lambda earlier: self._once(prompt, earlier), self._backoff, is_unserved
-            )
+            return await retried(once, self._backoff, is_unserved)
         except RequestAborted as error:
             raise RolloutRejected(ABORTED, str(error)) from error
         except ServerUnreachable as error:
@@ -113,15 +169,21 @@ class RolloutGenerator:
         reply = await self._fleet.generate(request)
         return as_rollout(prompt, request, reply, started_s, clock(), restarts)
 
-    def _request(self, prompt: Prompt) -> RolloutRequest:
+    def _rid(self, prompt: Prompt) -> str:
+        # a name of its own: the server may still be busy with a try that was lost or thrown away;
+        # none begins with another, which SGLang would abort along with it
+        return f"{self._run_id}-{prompt.uid}-{next(self._numbers)}."
+
+    def _request(self, prompt: Prompt, follows: TurnStart | None = None) -> RolloutRequest:
+        ids = prompt.token_ids_P if follows is None else follows.ids
+        most = prompt.max_new_tokens or self._rollout.max_new_tokens
+        later = (follows.number,) if follows is not None and follows.number else ()
         seeded = self._rollout.seeded
-        seed = derived_seed(self._seed, ROLLOUT, prompt.uid) if seeded else None
+        seed = derived_seed(self._seed, ROLLOUT, prompt.uid, *later) if seeded else None
         return RolloutRequest(
-            # a name of its own: the server may still be busy with a try that was lost or thrown
-            # away; none begins with another, which SGLang would abort along with it
-            rid=f"{self._run_id}-{prompt.uid}-{next(self._numbers)}.",
-            input_ids=prompt.token_ids_P,
-            max_new_tokens=prompt.max_new_tokens or self._rollout.max_new_tokens,
+            rid=self._rid(prompt),
+            input_ids=ids,
+            max_new_tokens=most if follows is None else min(most, follows.room),
             temperature=self._rollout.temperature,
             top_p=self._rollout.top_p,
             num_atoms=self._num_atoms,

@@ -98,6 +98,8 @@ class FleetScorer:
         support is the teacher's, its selection replaces rollout.draws.
         """
         limit = rollout.prompt.max_new_tokens or self._config.rollout.max_new_tokens
+        if self._config.environment is not None:
+            limit = self._config.environment.max_tokens
         length = judged_length(self._config.selection.overlong, rollout, limit)
         reward, prompt = await self._judged(rollout), rollout.prompt
         needed = self._needs_teacher(prompt.reward_weight, prompt.teacher_weight)

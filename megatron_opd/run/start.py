@@ -10,6 +10,9 @@ from typing import Any
 
 from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.environments.hosted import EnvironmentHost
+from megatron_opd.environments.settings import environment_host
+from megatron_opd.errors import UserError
 from megatron_opd.evaluation.summary import summary_of
 from megatron_opd.fleet.admission import ServerAdmission
 from megatron_opd.fleet.clients import close_fleets, make_fleet
@@ -66,7 +69,14 @@ async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStac
     guard = make_guard(ready.processes, ready.memory, ready.remote, supervisor)
     checks = await _check_teachers(ready, fleets, guard)
     ready.directory.take_over()
-    sampling = _sampling(ready, fleets, pool, supervisor)
+    host = None
+    if config.environment is not None:
+        host = environment_host(config.environment)
+        try:
+            await watches.enter_async_context(host)
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    sampling = _sampling(ready, fleets, pool, supervisor, host)
     elastic = Elastic(
         config, fleets, supervisor, ready.processes, admission.admit, sampling.remove_server, say
     )
@@ -181,11 +191,15 @@ async def _check_teachers(ready: Ready, fleets: Fleets, guard: RunGuard) -> list
 
 
 def _sampling(
-    ready: Ready, fleets: Fleets, pool: WorkerPool | None, supervisor: Supervisor
+    ready: Ready,
+    fleets: Fleets,
+    pool: WorkerPool | None,
+    supervisor: Supervisor,
+    host: EnvironmentHost | None,
 ) -> SampleSource:
     """Return what samples for the run. Raises UserError."""
     config, prepared, resumed = ready.config, ready.prepared, ready.resumed
     if config.sites.members:
         state = state_of(resumed)
         return SitesOfRun(config, prepared, ready.remote, fleets, state, ready.say)
-    return OwnServers(ready, fleets, pool, supervisor.lose)
+    return OwnServers(ready, fleets, pool, supervisor.lose, host)

@@ -44,8 +44,10 @@ def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int)
     """
     support, rollout = config.estimator.support, config.rollout
     ids = support.num_atoms(vocab_size) + support.num_draws + 1
-    inputs = rollout.max_new_tokens + config.data.max_prompt_tokens
-    columns = rollout.max_new_tokens * ids * ID_BYTES + inputs * TOKEN_BYTES
+    sampled, inputs = rollout.max_new_tokens, rollout.max_new_tokens + config.data.max_prompt_tokens
+    if config.environment is not None:
+        sampled = inputs = config.environment.max_tokens
+    columns = sampled * ids * ID_BYTES + inputs * TOKEN_BYTES
     return max(MIN_FRAME_BYTES, columns, inputs * experts_per_input * WIDEST_ROUTE)
 
 

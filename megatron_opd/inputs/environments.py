@@ -1,0 +1,54 @@
+"""Prepares environments: how what they say is encoded, and what the chat template rewrites."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import islice
+
+from megatron_opd.config.schema import Config
+from megatron_opd.data.chats import USER, chat_of
+from megatron_opd.data.prompts import PromptSet
+from megatron_opd.environments.preflight import rewrites
+from megatron_opd.environments.turns import TurnEncoder
+from megatron_opd.errors import checked
+from megatron_opd.inputs.models import CheckedModels, ending_of
+from megatron_opd.inputs.rendering import rendering_of
+
+ROWS = 16
+"""Conversations of each data file with which the chat template is tried."""
+
+
+def turn_encoder(config: Config, models: CheckedModels) -> TurnEncoder | None:
+    """Return what encodes an environment's words; None without environment. Raises UserError."""
+    tokenizer = models.tokenizer
+    if config.environment is None or tokenizer is None:
+        return None
+    rendering = rendering_of(config.data, models.template)
+    return checked(lambda: TurnEncoder(tokenizer, rendering, ending_of(config, models).token_ids))
+
+
+def environment_notes(
+    config: Config, encoder: TurnEncoder | None, train: Sequence[PromptSet]
+) -> list[str]:
+    """Return what the chat template rewrites of earlier turns. Raises UserError.
+
+    It is found before anything starts, on rows of the data: what is rewritten would be trained on
+    as it was sampled, or becomes another sequence.
+    """
+    if encoder is None or config.environment is None:
+        return []
+    lines: list[str] = []
+    for file in train:
+        prompts = list(islice(file.examples, ROWS))
+        chats = [
+            chat_of(p.messages or [{"role": USER, "content": p.text}], p.tools) for p in prompts
+        ]
+        found = checked(lambda chats=chats: list(rewrites(encoder, chats)))
+        if not found:
+            continue
+        share = f"{len(found)} of {len(chats)} rows of {file.path}"
+        then = "stays as it was sampled (environment.history: append)"
+        if config.environment.history == "branch":
+            then = "goes on in another sequence (environment.history: branch)"
+        lines.append(f"environment: {found[0]}; so in {share}; the conversation {then}")
+    return lines
