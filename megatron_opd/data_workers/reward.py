@@ -12,8 +12,8 @@ from megatron_opd.rollout.scorer import Reward
 def make_reward(judge: Judge | None, ending: Ending, pool: WorkerPool | None = None) -> Reward:
     """Turn the judge into what the scorer asks for the reward of a rollout.
 
-    An environment's own reward comes first; without a judge there is no other. ending: what ends the run's responses. pool: whose judges give the rewards of what data workers
-    hold.
+    An environment's own reward comes first; without a judge there is no other. ending: what ends
+    the run's responses. pool: whose judges give the rewards of what data workers hold.
     """
 
     async def reward(rollout: AnyRollout) -> float | None:

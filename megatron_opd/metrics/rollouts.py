@@ -46,9 +46,9 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
 
     update: the one that trained on it; of a dropped sample the first that was not done yet.
     version: the learner's when it trained; None: dropped. prompt: as the student read it, chat
-    template included; None: not known, as the run was resumed since. given: (t, text), what the student was
-    given in front of its token t, the first turn's prompt excepted. tokens: texts of the T
-    response tokens, whose concatenation is the response. sampler_logp, teacher_logp: nats by token;
+    template included; None: not known, as the run was resumed since. given: (t, text), what the
+    student was given in front of its token t, the prompt excepted. tokens: texts of the T sampled
+    tokens, whose concatenation is the response. sampler_logp, teacher_logp: nats by token;
     teacher_logp is None where no teacher was asked. spans: (version, start, stop) covering [0, T).
     staleness_versions: of the oldest token.
     """

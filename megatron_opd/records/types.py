@@ -49,9 +49,9 @@ class Prompt:
     with, or several that are all right, if any. teacher: names the one that scores its rollouts.
     max_new_tokens: longest response; None: rollout.max_new_tokens. stop: strings that end a
     response besides rollout.stop. task: its verifier's name; None: data.task. row_id: the row's own
-    name, or its file and line. messages: of a row that holds a chat, as a chat template takes them,
-    and what it may call; for environments. row: which problem of the training data it is; NO_ROW: none of what
-    the data is now. reward_weight, teacher_weight: multiply the loss's terms from rewards, and its
+    name, or its file and line. messages: of a row that holds a chat, as a chat template takes them;
+    tools: what it may call. row: which problem of the training data it is; NO_ROW: none of what the
+    data is now. reward_weight, teacher_weight: multiply the loss's terms from rewards, and its
     other terms, on its responses.
     """
 
