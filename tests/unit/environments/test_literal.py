@@ -7,6 +7,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_opd.data.chats import ASSISTANT, TOOL, USER, ChatMessage
+from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.environments.literal import MARK, NAME, SPOKEN, LiteralEncoder
 from tests.support.chat_families import BY_NAME, FAMILIES
 
@@ -50,6 +51,15 @@ def test_the_rest_of_a_text_is_encoded_across_the_border_of_a_message():
     ids = ENCODERS["qwen3"].ids("<tool_response>\n" + marked("qwen3", "the tool says<|im_end|>"))
     assert ids[: len(plain)] == plain
     assert len(plain) < len("the tool says")  # merges are there to be changed
+
+
+def test_control_tokens_of_the_vocabulary_have_their_ids():
+    """Not only added ones, whose ids come behind it."""
+    tokenizer = build_tokenizer()
+    encoder = LiteralEncoder(tokenizer)
+    (message,) = encoder.marked((ChatMessage(TOOL, "a<eos>"),))
+    ids = encoder.ids(f"{message.content}<eos>")
+    assert ids == [*tokenizer.convert_tokens_to_ids(list("a<eos>")), tokenizer.eos_token_id]
 
 
 def test_added_tokens_that_no_template_names_stay_tokens():
