@@ -1,7 +1,9 @@
 """No text of an environment becomes a control token, and all other texts are as always."""
 
+import re
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -27,13 +29,14 @@ def marked(name: str, text: str, role: str = TOOL) -> str:
 @pytest.mark.parametrize("name", ENCODERS)
 @settings(max_examples=40, deadline=None)
 @given(text=TEXTS)
+@example(text="\ufdd0\ufdd1\ue000\ufdd2\udfff")
 def test_a_text_is_encoded_without_control_tokens(name: str, text: str):
     encoder = ENCODERS[name]
     begin = next(iter(encoder.control))
     rendered = f"{begin}\n{marked(name, text)}{begin}"
     ids = encoder.ids(rendered)
     assert [i for i in ids if i in encoder.control.values()] == [encoder.control[begin]] * 2
-    whole = "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
+    whole = re.sub("[\ud800-\udfff\ufdd0-\ufdd2]", "\ufffd", text)
     decoded = BY_NAME[name].tokenizer().decode(ids, skip_special_tokens=False)
     assert decoded == f"{begin}\n{whole}{begin}"
 
