@@ -30,6 +30,7 @@ NAVIGATION = {
         "delays",
         "data",
         "verifiers",
+        "environments",
         "extending",
     ),
     "Training": ("learner", "families", "layouts", "routing", "reproducible", "beside"),

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from megatron_opd.config.wording import line
 from megatron_opd.data.chats import ASSISTANT, Chat, ChatMessage, chat_like, tools_of
@@ -18,6 +18,7 @@ from megatron_opd.environments.calls import CallReader, Reply
 from megatron_opd.environments.failed import EnvironmentFailed
 from megatron_opd.environments.formats import PLAIN
 from megatron_opd.environments.guarded import Partner
+from megatron_opd.environments.preflight import History
 from megatron_opd.environments.protocol import EnvironmentRow
 from megatron_opd.environments.replayed import replayed, turn_text
 from megatron_opd.environments.trajectory import (
@@ -30,7 +31,6 @@ from megatron_opd.environments.turns import TurnEncoder
 from megatron_opd.records.drops import EMPTY_RESPONSE, ENVIRONMENT_BAD_REPLY, ENVIRONMENT_TOO_LONG
 
 ResultT = TypeVar("ResultT")
-History = Literal["append", "branch"]
 _OPENED = 32
 """Ids before a turn that say how the template has begun it."""
 

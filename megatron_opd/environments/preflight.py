@@ -7,7 +7,7 @@ that the shorter one had, for the conversations that were tried: a row's, and tw
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from megatron_opd.config.wording import shown
 from megatron_opd.data.chats import ASSISTANT, TOOL, USER, Chat, ChatMessage, chat_like, tools_of
@@ -15,6 +15,7 @@ from megatron_opd.data.template import sources
 from megatron_opd.environments.formats import CLOSE, OPEN
 from megatron_opd.environments.turns import TurnEncoder
 
+History = Literal["append", "branch"]
 _THOUGHT = f"{OPEN}\nLet me see.\n{CLOSE}\n\n"
 
 
@@ -53,6 +54,41 @@ def rewrites(encoder: TurnEncoder, chats: Iterable[Chat]) -> Iterator[Rewrite]:
             yield found
 
 
+def note(found: Sequence[Rewrite], num_rows: int, history: History) -> str | None:
+    """Return what is told at the start of a run: what the rewrites found mean, None without any."""
+    if not found:
+        return None
+    kept, tokens = sum(each.dropped for each in found), sum(each.num_tokens for each in found)
+    means = (
+        f"append keeps {kept} of {tokens} tokens that it leaves out"
+        if history == "append"
+        else "branch makes each such history another sequence of its trajectory"
+    )
+    return (
+        f"environment.history: the chat template rewrites {len(found)} of {num_rows} conversations "
+        f"that were tried, and {means}; {found[0]}"
+    )
+
+
+def check_branch(encoder: TurnEncoder, chat: Chat) -> None:
+    """Check that a history can be replayed in which turns are texts.
+
+    ValueError: the chat template takes a tool's result behind a call of its own form alone.
+    """
+    result = _result(chat)
+    if result is None:
+        return
+    answer = ChatMessage(ASSISTANT, "It is 7.")
+    longer = chat_like(chat, (*chat, answer, result, answer, ChatMessage(USER, "Thank you.")))
+    try:
+        encoder.written(encoder.literal.marked(longer))
+    except ValueError as error:
+        raise ValueError(
+            f"environment.history: branch gives the chat template turns as text, and {error}; "
+            "use history: append"
+        ) from None
+
+
 def _first_rewrite(encoder: TurnEncoder, row: int, chat: Chat) -> Rewrite | None:
     kept = encoder.first(chat)
     ends = [(len(kept), len(chat))]  # how many ids belong to how many messages
@@ -88,11 +124,10 @@ def _script(
     """Yield how a conversation may go on: an answer, and what follows it."""
     names = "".join(sources(encoder.tokenizer).values())
     thought = _THOUGHT if CLOSE in names else ""
-    tool = next((_name(each) for each in tools_of(chat)), None)
-    if tool is not None:
-        call = {"name": tool, "arguments": {"of": "seven"}}
-        calls = [{"type": "function", "id": "call00001", "function": call}]
-        result = ChatMessage(TOOL, "It is seven.", {"name": tool, "tool_call_id": "call00001"})
+    result = _result(chat)
+    if result is not None:
+        call = {"name": result.others["name"], "arguments": {"of": "seven"}}
+        calls = [{"type": "function", "id": result.others["tool_call_id"], "function": call}]
         yield ChatMessage(ASSISTANT, thought, {"tool_calls": calls}), (result,)
     yield ChatMessage(ASSISTANT, f"{thought}It is 7."), (ChatMessage(USER, "And 1 more?"),)
     yield ChatMessage(ASSISTANT, f"{thought}It is 8."), (ChatMessage(USER, "Thank you."),)
@@ -108,8 +143,12 @@ def _check_written(
             raise ValueError(f"the chat template leaves out messages of the role {message.role}")
 
 
-def _name(tool: Any) -> str:
-    return str(tool.get("function", tool).get("name", "tool"))
+def _result(chat: Chat) -> ChatMessage | None:
+    """Return a result of a conversation's first tool, if it has any."""
+    for tool in tools_of(chat):
+        name = str(tool.get("function", tool).get("name", "tool"))
+        return ChatMessage(TOOL, "It is seven.", {"name": name, "tool_call_id": "call00001"})
+    return None
 
 
 def _sampled(encoder: TurnEncoder, chat: Chat, answer: ChatMessage) -> list[int]:

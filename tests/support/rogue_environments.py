@@ -46,6 +46,8 @@ class RogueEnvironment:
                 raise asyncio.CancelledError
             case "eats":
                 return "x" * (1 << 40)
+            case "eats_some":
+                return bytes(3 << 30)
             case "hangs":
                 await asyncio.sleep(3600)
             case "hangs_stubbornly":

@@ -66,9 +66,17 @@ def test_the_same_holds_at_its_start(does: str):
     assert failed(RogueEnvironment(f"start_{does}"), "start").reason in ENVIRONMENT_REASONS
 
 
-def test_one_that_hangs_is_left_behind():
-    found = failed(RogueEnvironment("hangs"), limits=EnvironmentLimits(0.05, 2**16))
+def test_one_that_hangs_is_cancelled():
+    async def run():
+        limits = EnvironmentLimits(0.05, 2**16)
+        with pytest.raises(EnvironmentFailed) as caught:
+            await GuardedEnvironment(RogueEnvironment("hangs"), limits).step(REPLY)
+        await asyncio.sleep(0)
+        return caught.value, len(asyncio.all_tasks())
+
+    found, tasks = asyncio.run(run())
     assert (found.reason, found.detail) == (ENVIRONMENT_TIMED_OUT, "step took over 0.05 s")
+    assert tasks == 1
 
 
 def test_one_that_does_not_let_itself_be_cancelled_is_not_waited_for():

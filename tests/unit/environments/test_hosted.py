@@ -30,7 +30,7 @@ ROW, REPLY = EnvironmentRow("hello"), Reply(0, "hi")
 MEMORY = 2**31
 COUNTED = {
     "dies": ENVIRONMENT_DIED,
-    "eats": ENVIRONMENT_DIED,
+    "eats_some": ENVIRONMENT_DIED,  # more than MEMORY, less than the machine's
     "exits": ENVIRONMENT_FAILED,
     "raises": ENVIRONMENT_FAILED,
     "number": ENVIRONMENT_BAD_REPLY,
@@ -157,13 +157,15 @@ def test_one_that_cannot_be_made_is_told_at_the_start(options, error: str):
 
 PROGRAM = """
 import asyncio, sys
-from tests.unit.environments.test_hosted import host, ROW
+from tests.unit.environments.test_hosted import REPLY, ROW, host
 
 async def run():
-    async with host() as of, of.environment() as partner:
+    async with host(does="hangs_in_c") as of, of.environment() as partner:
         await partner.start(ROW)
+        hanging = asyncio.create_task(partner.step(REPLY))
+        await asyncio.sleep(0.2)
         print("started", flush=True)
-        await asyncio.sleep(3600)
+        await hanging
 
 asyncio.run(run())
 """

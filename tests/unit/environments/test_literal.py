@@ -1,12 +1,15 @@
 """No text of an environment becomes a control token, and all other texts are as always."""
 
+import re
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_opd.data.chats import ASSISTANT, TOOL, USER, ChatMessage
+from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.environments.literal import MARK, NAME, SPOKEN, LiteralEncoder
 from tests.support.chat_families import BY_NAME, FAMILIES
 
@@ -26,13 +29,14 @@ def marked(name: str, text: str, role: str = TOOL) -> str:
 @pytest.mark.parametrize("name", ENCODERS)
 @settings(max_examples=40, deadline=None)
 @given(text=TEXTS)
+@example(text="\ufdd0\ufdd1\ue000\ufdd2\udfff")
 def test_a_text_is_encoded_without_control_tokens(name: str, text: str):
     encoder = ENCODERS[name]
     begin = next(iter(encoder.control))
     rendered = f"{begin}\n{marked(name, text)}{begin}"
     ids = encoder.ids(rendered)
     assert [i for i in ids if i in encoder.control.values()] == [encoder.control[begin]] * 2
-    whole = "".join("\ufffd" if "\ud800" <= c <= "\udfff" else c for c in text)
+    whole = re.sub("[\ud800-\udfff\ufdd0-\ufdd2]", "\ufffd", text)
     decoded = BY_NAME[name].tokenizer().decode(ids, skip_special_tokens=False)
     assert decoded == f"{begin}\n{whole}{begin}"
 
@@ -50,6 +54,15 @@ def test_the_rest_of_a_text_is_encoded_across_the_border_of_a_message():
     ids = ENCODERS["qwen3"].ids("<tool_response>\n" + marked("qwen3", "the tool says<|im_end|>"))
     assert ids[: len(plain)] == plain
     assert len(plain) < len("the tool says")  # merges are there to be changed
+
+
+def test_control_tokens_of_the_vocabulary_have_their_ids():
+    """Not only added ones, whose ids come behind it."""
+    tokenizer = build_tokenizer()
+    encoder = LiteralEncoder(tokenizer)
+    (message,) = encoder.marked((ChatMessage(TOOL, "a<eos>"),))
+    ids = encoder.ids(f"{message.content}<eos>")
+    assert ids == [*tokenizer.convert_tokens_to_ids(list("a<eos>")), tokenizer.eos_token_id]
 
 
 def test_added_tokens_that_no_template_names_stay_tokens():

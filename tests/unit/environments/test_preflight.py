@@ -3,7 +3,7 @@
 import pytest
 
 from megatron_opd.data.chats import USER, ChatMessage, RowChat
-from megatron_opd.environments.preflight import Rewrite, rewrites
+from megatron_opd.environments.preflight import Rewrite, check_branch, note, rewrites
 from tests.support.chat_families import ADD, BY_NAME, FAMILIES
 
 ROWS = [(ChatMessage(USER, "How much is 2 + 3?"),), (ChatMessage(USER, "And 3 + 4?"),)]
@@ -65,3 +65,31 @@ def test_a_template_that_takes_no_longer_conversation_is_told():
             found("qwen2.5")
     finally:
         tokenizer.chat_template = kept
+
+
+def test_what_is_told_at_the_start():
+    each = found("qwen3")
+    tokens, dropped = sum(r.num_tokens for r in each), sum(r.dropped for r in each)
+    head = (
+        "environment.history: the chat template rewrites 2 of 2 conversations that were tried, and "
+    )
+    assert note(each, 2, "append") == (
+        f"{head}append keeps {dropped} of {tokens} tokens that it leaves out; {each[0]}"
+    )
+    assert note(each, 2, "branch") == (
+        f"{head}branch makes each such history another sequence of its trajectory; {each[0]}"
+    )
+    assert dropped > 0
+    assert note([], 2, "append") is None
+
+
+@pytest.mark.parametrize("family", [f for f in FAMILIES if f.tools], ids=lambda f: f.name)
+def test_a_template_that_wants_calls_before_results_cannot_branch(family):
+    encoder = family.encoder()
+    check_branch(encoder, RowChat.of(ROWS[0], ()))
+    chat = RowChat.of(ROWS[0], (ADD,))
+    if family.name not in ("gpt-oss", "mistral"):
+        check_branch(encoder, chat)
+        return
+    with pytest.raises(ValueError, match=r"gives the chat template turns as text, and .*TemplateError"):
+        check_branch(encoder, chat)
