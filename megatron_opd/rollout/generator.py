@@ -129,7 +129,8 @@ class RolloutGenerator:
     async def turn(self, fleet: TurnFleet, prompt: Prompt, follows: TurnStart) -> SampledTurn:
         """Return one turn of a trajectory that is about `prompt`; raises as `generate` does.
 
-        fleet: the student servers. At most rollout.concurrency turns are sampled at once. Each turn has noise of its own.
+        fleet: the student servers. At most rollout.concurrency turns are sampled at once. Each turn
+        has noise of its own.
         """
         clock = asyncio.get_running_loop().time
         request = self._request(prompt, follows)

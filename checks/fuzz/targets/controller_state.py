@@ -21,6 +21,8 @@ from megatron_opd.records.sequences import single_turn
 from megatron_opd.records.types import NO_ROW, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
+ASKED = ({"role": "user", "content": "1+1="},)
+
 
 def rollout(uid: int, experts: bool = False) -> Rollout:
     """Three tokens, two cached ids each."""
@@ -31,13 +33,7 @@ def rollout(uid: int, experts: bool = False) -> Rollout:
         weight_N=np.array([1, 0] * 3, np.float32),
         sampler_logp_N=np.full(6, -0.5, np.float32),
     )
-    prompt = Prompt(
-        uid,
-        "1+1=",
-        np.array([5, 6], np.int32),
-        "2",
-        messages=({"role": "user", "content": "1+1="},),
-    )
+    prompt = Prompt(uid, "1+1=", np.array([5, 6], np.int32), "2", messages=ASKED)
     visited = np.arange(4 * 2 * 1, dtype=np.uint8).reshape(4, 2, 1) if experts else None
     gates = None if visited is None else np.full(visited.shape, 0.5, np.float32)
     ids, spans = np.full(3, 4, np.int32), (VersionSpan(1, 0, 2), VersionSpan(2, 2, 3))
