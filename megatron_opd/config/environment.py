@@ -65,7 +65,8 @@ class EnvironmentSection(Section):
                 "max_turn_tokens must be at most max_tokens, which counts all turns, got "
                 f"{self.max_turn_tokens} and {self.max_tokens}; raise max_tokens"
             )
-        if "max_sequences" in self.model_fields_set and self.history == "append":
+        default = type(self).model_fields["max_sequences"].default
+        if self.max_sequences != default and self.history == "append":
             raise ValueError(
                 "max_sequences has no effect with history: append, which has one sequence; leave "
                 "it out, or set history: branch"

@@ -8,7 +8,7 @@ from itertools import islice
 from megatron_opd.config.schema import Config
 from megatron_opd.data.chats import USER, chat_of
 from megatron_opd.data.prompts import PromptSet
-from megatron_opd.environments.preflight import rewrites
+from megatron_opd.environments.preflight import check_branch, note, rewrites
 from megatron_opd.environments.turns import TurnEncoder
 from megatron_opd.errors import checked
 from megatron_opd.inputs.models import CheckedModels, ending_of
@@ -37,6 +37,7 @@ def environment_notes(
     """
     if encoder is None or config.environment is None:
         return []
+    history = config.environment.history
     lines: list[str] = []
     for file in train:
         prompts = list(islice(file.examples, ROWS))
@@ -44,11 +45,9 @@ def environment_notes(
             chat_of(p.messages or [{"role": USER, "content": p.text}], p.tools) for p in prompts
         ]
         found = checked(lambda chats=chats: list(rewrites(encoder, chats)))
-        if not found:
-            continue
-        share = f"{len(found)} of {len(chats)} rows of {file.path}"
-        then = "stays as it was sampled (environment.history: append)"
-        if config.environment.history == "branch":
-            then = "goes on in another sequence (environment.history: branch)"
-        lines.append(f"environment: {found[0]}; so in {share}; the conversation {then}")
+        if history == "branch":
+            for chat in chats:
+                checked(lambda chat=chat: check_branch(encoder, chat))
+        said = note(found, len(chats), history)
+        lines += [] if said is None else [f"{file.path}: {said}"]
     return lines
