@@ -1,7 +1,7 @@
 """Runs of the trained arithmetic models, on servers that they share.
 
 One learns from a mixture of a saved data set and a table, and ends when one of them is used up; one
-learns from rewards alone.
+learns from rewards alone; one plays trajectories of several turns.
 """
 
 import asyncio
@@ -174,3 +174,48 @@ def test_rewards_alone_need_no_teacher(
     moving = [row["grad_norm"] > 0 for row in done.rows]
     assert moving == [row["reward_uniform_group_fraction"] < 1 for row in done.rows]
     bounded("opd run: max |p_learner - p_sampler|", summary["probs_diff_max"], 1e-4, "grpo")
+
+
+def test_a_student_guesses_turn_by_turn(
+    inputs: Path, tmp_path: Path, arithmetic: Sections, start: Callable[..., Running]
+):
+    """Trajectories, distilled and rewarded at once; the environment has processes of its own."""
+    game = {"type": "guess", "low": 1, "high": 50, "guesses": 3, "max_tokens": 240}
+    mixture = [
+        {"coefficient": 1.0, "objective": {"type": "reverse_kl"}},
+        {"coefficient": 0.5, "objective": {"type": "grpo"}},
+    ]
+    config = write_config(
+        inputs,
+        tmp_path,
+        run={"max_steps": 2},
+        data={"train": str(ARITHMETIC / "train.jsonl"), "heldout": None, "chat_template": True},
+        **arithmetic,
+        environment=game,
+        objective={"type": "mixture", "terms": mixture},
+        rollout={"group_size": 4, "max_new_tokens": 24},
+        buffer={"batch_size": 8},
+        learner={"max_tokens_per_microbatch": 1024},
+        evaluation={"problems": 0},
+        metrics={"rollouts": 8},
+    )
+    done = start(config).finish(START_TIMEOUT_S)
+    assert done.code == 0, done.output
+    summary = done.summary
+    assert summary["status"] == "finished"
+    assert summary["samples_consumed"] == 16
+    assert summary["samples_in_flight"] == 0
+    bounded("opd run: max |p_learner - p_sampler|", summary["probs_diff_max"], 1e-4, "turns")
+    rows = [json.loads(line) for line in (done.run_dir / "rollouts.jsonl").open()]
+    trained = [row for row in rows if row["version"] is not None]
+    assert len(trained) == 16
+    assert all(row["reward"] in (0.0, 1.0) for row in trained)
+    several = [row for row in trained if row["given"]]
+    assert several, "most games need more than one guess"
+    for row in several:
+        assert len(row["given"]) < 3
+        assert row["prompt"].startswith("I think of a whole number from 1 to 50.")
+        for at, text in row["given"]:
+            assert 0 < at < len(row["tokens"])
+            assert "Too low." in text or "Too high." in text or "Say a whole number." in text
+        assert row["spans"][-1][2] == len(row["tokens"]) == len(row["teacher_logp"])

@@ -103,6 +103,21 @@ def test_a_server_that_cannot_be_reached_is_left_in_peace_for_a_while():
     run_virtual(scenario())
 
 
+def test_who_has_computed_the_beginning_is_asked_again_unless_it_rests_or_is_gone():
+    async def scenario() -> None:
+        fleet = members(A, B)
+        fleet.present[1].in_flight = 5
+        assert await soon(fleet.next()) == A, "the least loaded"
+        assert await soon(fleet.next(prefer=B)) == B
+        assert await soon(fleet.next(prefer="http://c:1")) == A
+        fleet.present[1].rest(unreachable=False)
+        assert await soon(fleet.next(prefer=B)) == A
+        fleet.drop(B)
+        assert await soon(fleet.next(prefer=B)) == A
+
+    run_virtual(scenario())
+
+
 def test_what_a_server_works_on_ends_when_it_leaves():
     async def scenario() -> None:
         fleet = members(A)
