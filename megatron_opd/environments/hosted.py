@@ -68,53 +68,51 @@ class EnvironmentHost:
         self._setup = HostSetup(kind, dict(options), limits, memory_bytes)
         self.tools: Sequence[Mapping[str, Any]] = ()
         self._numbers = count()
-        self._process: _HostProcess | None = None
+        self._hosts: list[_HostProcess] = []  # the last one runs
         self._starting = asyncio.Lock()
 
     async def __aenter__(self) -> EnvironmentHost:
         """Start the host and wait until its environment can be made."""
-        await self._running()
+        try:
+            await self._running()
+        except BaseException:
+            await self.__aexit__()
+            raise
         return self
 
     async def __aexit__(self, *exception: object) -> None:
         """End the host, and with it the processes of its environments."""
-        if self._process is not None:
-            await asyncio.to_thread(self._process.end)
-            self._process = None
+        for host in self._hosts:
+            await asyncio.to_thread(host.end)
 
     @asynccontextmanager
     async def environment(self) -> AsyncIterator[Partner]:
         """Give one trajectory's environment. Raises EnvironmentFailed."""
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
-        try:
-            with theirs:
+        with ours, theirs:
+            try:
                 host = await self._running()
                 await asyncio.to_thread(host.send, OpenEnvironment(number), theirs)
-            reader, writer = await asyncio.open_connection(sock=ours)
-        except (OSError, ValueError) as error:
-            ours.close()
-            what = f"no process can be started: {line(error)}"
-            raise EnvironmentFailed(ENVIRONMENT_DIED, what) from None
-        try:
-            yield _HostedEnvironment(reader, writer, self._setup.limits)
-        finally:
-            writer.close()
-            await asyncio.to_thread(host.end_environment, number)
+                theirs.close()
+                reader, writer = await asyncio.open_connection(sock=ours)
+            except (OSError, ValueError) as error:
+                what = f"no process can be started: {line(error)}"
+                raise EnvironmentFailed(ENVIRONMENT_DIED, what) from None
+            try:
+                yield _HostedEnvironment(reader, writer, self._setup.limits)
+            finally:
+                writer.transport.abort()  # without waiting for what is not sent yet
+                await asyncio.to_thread(host.end_environment, number)
 
     async def _running(self) -> _HostProcess:
         """Return the host's process, another one where it has ended."""
         async with self._starting:
-            if self._process is None or self._process.has_ended:
+            if not self._hosts or self._hosts[-1].has_ended:
                 # in this thread: the process ends with the thread that starts it
-                process = _HostProcess()
-                try:
-                    self.tools = await asyncio.to_thread(process.set_up, self._setup)
-                except BaseException:
-                    process.end()
-                    raise
-                self._process = process
-            return self._process
+                self._hosts.append(_HostProcess())
+                self.tools = await asyncio.to_thread(self._hosts[-1].set_up, self._setup)
+            return self._hosts[-1]
 
 
 class _HostProcess:
@@ -143,10 +141,14 @@ class _HostProcess:
             self._control.send(packet(setup))
             reply = unpacked(self._control.recv(PACKET_BYTES))
         except OSError as error:
+            self.end()
             raise ValueError(f"environment: its host did not start: {line(error)}") from None
+        except ValueError:
+            self.end()
+            raise
         if not isinstance(reply, HostReady):
-            why = reply.detail if isinstance(reply, HostRefused) else "it sent another message"
-            raise ValueError(why)
+            self.end()
+            raise ValueError(reply.detail if isinstance(reply, HostRefused) else str(reply))
         self._control.settimeout(SEND_S)
         return reply.tools
 
@@ -169,8 +171,9 @@ class _HostProcess:
     def end(self) -> None:
         """Kill the process, with all that it started, and collect it."""
         self._control.close()
-        kill_tree(self._process.pid)
-        self._process.wait()
+        if not self.has_ended:
+            kill_tree(self._process.pid)
+            self._process.wait()
 
 
 class _HostedEnvironment:
