@@ -111,7 +111,7 @@ class Player:
         reply = Reply(0, "")
         while ended is None:
             opened, room = self._decoded(builder.ids[-_OPENED:]), builder.room
-            turn = await sample(builder.ids, room)
+            turn = await sample(list(builder.ids), room)
             if not turn.ids:
                 raise EnvironmentFailed(EMPTY_RESPONSE, f"turn {len(turns) + 1} has no token")
             builder.sample(turn.ids)

@@ -91,7 +91,5 @@ def test_a_template_that_wants_calls_before_results_cannot_branch(family):
     if family.name not in ("gpt-oss", "mistral"):
         check_branch(encoder, chat)
         return
-    with pytest.raises(
-        ValueError, match=r"gives the chat template turns as text, and .*TemplateError"
-    ):
+    with pytest.raises(ValueError, match=r"gives the chat template turns as text, .*TemplateError"):
         check_branch(encoder, chat)
