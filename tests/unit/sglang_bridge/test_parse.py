@@ -52,7 +52,7 @@ def test_rollout_is_read_exactly():
 
 
 def test_plain_rollout_takes_the_engines_spans():
-    plain = RolloutRequest(rid="r", input_ids=[1], max_new_tokens=3)
+    plain = RolloutRequest(rid="r", input_ids=[1, 2], max_new_tokens=3)
     reply = parse_rollout(URL, rollout_reply({}), plain)
     assert reply.draws is None
     assert reply.spans == ((3, 0, 3),)
