@@ -88,8 +88,8 @@ class RolloutRequest(msgspec.Struct, frozen=True, kw_only=True):
     of the path on every server, and on deterministic ones of all that is random; its numbers belong
     to positions counted from the first of input_ids, so that a later turn of the same seed has
     others. Without one the server samples by its own generator (a deterministic server: by one seed
-    for all). exact: the
-    log-probs of all cached ids travel as float32, and not only those of the path (arrays.py).
+    for all). exact: the log-probs of all cached ids travel as float32, and not only those of the
+    path (arrays.py).
     """
 
     rid: str

@@ -187,7 +187,7 @@ def test_two_ranks_draw_score_and_receive(
     changed = load_tensors(changed_model)
     asked = requests_of(tokens=64, count=6)
     requests = [msgspec.structs.replace(request, experts=True, gates=True) for request in asked]
-    scored = [ragged_request(f"p{i}", 12, 30, seed=i) for i in range(4)]
+    scored = [ragged_request(f"p{i}", 12, 30, i, (20 + i, 9)) for i in range(4)]
     scored[0] = msgspec.structs.replace(scored[0], num_atoms=4, num_draws=8, temperature=0.7)
 
     async def run():

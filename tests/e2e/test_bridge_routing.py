@@ -95,7 +95,9 @@ def test_turns_find_what_came_before_in_the_cache_and_tell_its_experts(
                 found.append((asked, await client.generate(asked)))
                 ids += found[-1][1].output_ids_T.tolist()
                 ids += rng.integers(2, VOCAB_SIZE, 12).tolist()  # a tool's result
+            await client.pause("retract")  # else the last step may still be under way
             await client.flush_cache()
+            await client.resume()
             again = replace(found[-1][0], rid="without-cache")
             found.append((again, await client.generate(again)))
             half = len(found[0][1].output_ids_T) // 2
