@@ -62,11 +62,12 @@ def messages_of(chat: str | Chat) -> tuple[dict[str, Any], ...]:
 
 def chat_of(messages: Iterable[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Chat:
     """Return the chat of these messages; the opposite of `messages_of`."""
-    return RowChat.of((_message(**message) for message in messages), tools)
+    return RowChat.of(map(_message, messages), tools)
 
 
-def _message(*, role: str, content: str, **others: Any) -> ChatMessage:
-    return ChatMessage(role, content, others)
+def _message(fields: Mapping[str, Any]) -> ChatMessage:
+    others = {name: value for name, value in fields.items() if name not in ("role", "content")}
+    return ChatMessage(fields["role"], fields["content"], others)
 
 
 def chat_text(chat: str | Chat) -> str:

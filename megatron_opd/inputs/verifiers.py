@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
+from megatron_opd.config.environment import PythonConfig
 from megatron_opd.config.schema import Config
 from megatron_opd.config.wording import shown
 from megatron_opd.data.judge import Judge
@@ -16,9 +17,16 @@ from megatron_opd.errors import RunFailed, UserError
 
 def check_isolation(config: Config) -> None:
     """Run a program in the sandbox where a run would. UserError: the kernel denies isolation."""
-    if not config.verifier.code.enabled:
+    plays = isinstance(config.environment, PythonConfig)
+    if not config.verifier.code.enabled and not plays:
         return
     problem = isolation_problem()
+    if problem is not None and plays:
+        raise UserError(
+            "environment.type python needs a machine whose kernel lets the user isolate programs "
+            f"in namespaces of their own: {problem}; use another environment, or see "
+            "docs/verifiers.md for what the kernel must allow"
+        )
     if problem is not None:
         raise UserError(
             "verifier.code.enabled true needs a machine whose kernel lets the user isolate "

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
@@ -30,14 +31,24 @@ ENDED_BY_LIMIT = "length"
 """The finish_reason of a trajectory that a limit of section environment ended."""
 
 
+@dataclass(frozen=True, slots=True)
+class Playing:
+    """Holds what plays the trajectories of a run.
+
+    host: starts environments, and has been entered. player: runs a trajectory.
+    """
+
+    host: EnvironmentHost
+    player: Player
+
+
 class TrajectoryGenerator:
     """Samples trajectories, each with an environment of its own.
 
     Args:
         turns: asks for single turns.
         fleet: the student servers.
-        host: starts environments; to be entered before `generate` is called.
-        player: runs a trajectory between the two.
+        playing: the environments' side.
         run_seed: of what is random in environments, with a prompt's uid.
     """
 
@@ -45,13 +56,11 @@ class TrajectoryGenerator:
         self,
         turns: RolloutGenerator,
         fleet: TurnFleet,
-        host: EnvironmentHost,
-        player: Player,
+        playing: Playing,
         run_seed: int,
     ) -> None:
         self._turns, self._fleet = turns, fleet
-        self._host, self._player = host, player
-        self._seed = run_seed
+        self._playing, self._seed = playing, run_seed
 
     async def generate(self, prompt: Prompt) -> Rollout:
         """Return one trajectory about `prompt`.
@@ -74,8 +83,8 @@ class TrajectoryGenerator:
 
         row = _row_of(prompt, derived_seed(self._seed, ENVIRONMENT, prompt.uid))
         try:
-            async with self._host.environment() as partner:
-                played = await self._player.play(partner, row, sample)
+            async with self._playing.host.environment() as partner:
+                played = await self._playing.player.play(partner, row, sample)
         except EnvironmentFailed as failed:
             raise RolloutRejected(failed.reason, f"{prompt.row_id}: {failed.detail}") from failed
         return as_trajectory(prompt, played, sampled, begun_s, clock())

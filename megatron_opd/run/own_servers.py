@@ -12,13 +12,10 @@ from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data_workers.fleet_calls import sampled_by_workers, scored_by_workers
 from megatron_opd.data_workers.pool import WorkerPool
 from megatron_opd.data_workers.reward import make_reward
-from megatron_opd.environments.hosted import EnvironmentHost
-from megatron_opd.environments.play import Player
-from megatron_opd.environments.settings import player
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.rollout.scorer import FleetScorer
-from megatron_opd.rollout.trajectories import TrajectoryGenerator
+from megatron_opd.rollout.trajectories import Playing, TrajectoryGenerator
 from megatron_opd.run.stages import Ready
 from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.session import Lose, WeightSync
@@ -34,9 +31,7 @@ class OwnServers:
         fleets: of all roles.
         pool: data workers through which samples and scores go; None: they come here.
         lose: gives up a student server that a weight sync cannot reach.
-        host: starts environments; None: each prompt is answered once.
-
-    ValueError: it is not known how the student writes calls of the environment's tools.
+        playing: plays trajectories; None: each prompt is answered once.
     """
 
     def __init__(
@@ -45,17 +40,11 @@ class OwnServers:
         fleets: Mapping[Role, Fleet],
         pool: WorkerPool | None,
         lose: Lose,
-        host: EnvironmentHost | None = None,
+        playing: Playing | None = None,
     ) -> None:
         config, student = ready.config, fleets[STUDENT]
         self._config, self._prepared = config, ready.prepared
-        self._fleets, self._pool, self._host = fleets, pool, host
-        self._player: Player | None = None
-        if config.environment is not None:
-            assert host is not None, "a run with an environment has its host"
-            assert ready.prepared.turns is not None, "and encodes what it says"
-            most, tools = config.rollout.max_new_tokens, bool(host.tools)
-            self._player = player(config.environment, ready.prepared.turns, most, tools=tools)
+        self._fleets, self._pool, self._playing = fleets, pool, playing
         self._used, self._opened = ready.used(STUDENT), False
         make_transport = transport_kind(config.weight_sync).fleet_part
         transport = make_transport(student, ready.remote.move_weights, config)
@@ -86,10 +75,10 @@ class OwnServers:
         ends = prepared.ending.token_ids
         sampler = RolloutGenerator(config, fleets[STUDENT], vocab_size, run_id, ends, sample)
         scorer = FleetScorer(config, fleets, vocab_size, run_id, reward, score)
-        if self._player is None or self._host is None:
+        if self._playing is None:
             return sampler, scorer
-        player, seed = self._player, config.run.seed
-        return TrajectoryGenerator(sampler, fleets[STUDENT], self._host, player, seed), scorer
+        seed = config.run.seed
+        return TrajectoryGenerator(sampler, fleets[STUDENT], self._playing, seed), scorer
 
     async def start_over(self, state: ControllerState) -> None:
         """Prepare for another learner. WeightSyncFailed: too few servers are left."""

@@ -10,8 +10,7 @@ from typing import Any
 
 from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.data_workers.pool import WorkerPool
-from megatron_opd.environments.hosted import EnvironmentHost
-from megatron_opd.environments.settings import environment_host
+from megatron_opd.environments.settings import environment_host, player
 from megatron_opd.errors import UserError
 from megatron_opd.evaluation.summary import summary_of
 from megatron_opd.fleet.admission import ServerAdmission
@@ -25,6 +24,7 @@ from megatron_opd.inputs.teachers import check_teachers
 from megatron_opd.inputs.verifiers import judging
 from megatron_opd.launch.data_workers import DataWorkers
 from megatron_opd.launch.readiness import StartingPart
+from megatron_opd.rollout.trajectories import Playing
 from megatron_opd.run.evaluations import evaluations_before
 from megatron_opd.run.own_servers import OwnServers
 from megatron_opd.run.resume import state_of
@@ -69,14 +69,8 @@ async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStac
     guard = make_guard(ready.processes, ready.memory, ready.remote, supervisor)
     checks = await _check_teachers(ready, fleets, guard)
     ready.directory.take_over()
-    host = None
-    if config.environment is not None:
-        host = environment_host(config.environment)
-        try:
-            await watches.enter_async_context(host)
-        except ValueError as error:
-            raise UserError(str(error)) from None
-    sampling = _sampling(ready, fleets, pool, supervisor, host)
+    playing = await _playing(ready, watches)
+    sampling = _sampling(ready, fleets, pool, supervisor, playing)
     elastic = Elastic(
         config, fleets, supervisor, ready.processes, admission.admit, sampling.remove_server, say
     )
@@ -190,16 +184,30 @@ async def _check_teachers(ready: Ready, fleets: Fleets, guard: RunGuard) -> list
     return lines
 
 
+async def _playing(ready: Ready, watches: AsyncExitStack) -> Playing | None:
+    """Start what plays trajectories, None without an environment. Raises UserError."""
+    config, encoder = ready.config, ready.prepared.turns
+    if config.environment is None or encoder is None:
+        return None
+    host = environment_host(config.environment)
+    try:
+        await watches.enter_async_context(host)
+        most, tools = config.rollout.max_new_tokens, bool(host.tools)
+        return Playing(host, player(config.environment, encoder, most, tools=tools))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+
+
 def _sampling(
     ready: Ready,
     fleets: Fleets,
     pool: WorkerPool | None,
     supervisor: Supervisor,
-    host: EnvironmentHost | None,
+    playing: Playing | None,
 ) -> SampleSource:
     """Return what samples for the run. Raises UserError."""
     config, prepared, resumed = ready.config, ready.prepared, ready.resumed
     if config.sites.members:
         state = state_of(resumed)
         return SitesOfRun(config, prepared, ready.remote, fleets, state, ready.say)
-    return OwnServers(ready, fleets, pool, supervisor.lose, host)
+    return OwnServers(ready, fleets, pool, supervisor.lose, playing)

@@ -159,6 +159,7 @@ def rollout_row(
         unix_time_s=1.8e9 + 3.2 * update,
         spans=spans,
         prompt=QUESTION.format(**named),
+        given=[],
         tokens=tokens,
         sampler_logp=np.round(student, 4).tolist(),
         teacher_logp=np.round(teacher, 4).tolist(),

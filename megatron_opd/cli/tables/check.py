@@ -141,7 +141,7 @@ def drop_rows(config: Config) -> list[tuple[str, str]]:
         "spread": isinstance(selection.groups, RewardSpread),
         "overlong": selection.overlong.type == "filter",
         "sites": bool(config.sites.members),
-        "environment": False,  # runs have one turn
+        "environment": config.environment is not None,
     }
     return [
         ("may drop", f"{drop.word}: {drop.meaning}; {drop.remedy}")

@@ -20,7 +20,7 @@ from megatron_opd.records.seeds import ROLLOUT, derived_seed
 from megatron_opd.records.types import Rollout, VersionSpan
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.rollout.scores import unscored
-from megatron_opd.rollout.trajectories import TrajectoryGenerator
+from megatron_opd.rollout.trajectories import Playing, TrajectoryGenerator
 from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.errors import BadReply, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest
@@ -116,7 +116,7 @@ def generator(
     turns = RolloutGenerator(config, servers, 400, "run7", (END,))
     limits = TrajectoryLimits(8, 10_000, 64)
     player = Player(FAMILY.encoder(), None, limits)
-    return TrajectoryGenerator(turns, servers, Host(kind), player, config.run.seed)  # type: ignore[arg-type]
+    return TrajectoryGenerator(turns, servers, Playing(Host(kind), player), SEED)  # type: ignore[arg-type]
 
 
 def played(servers: Servers, kind: type[Counting] = Counting) -> Rollout:
