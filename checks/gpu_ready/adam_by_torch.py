@@ -1,4 +1,4 @@
-"""TransformerEngine's FusedAdam with its kernels computed by torch, and Megatron's offloading of it.
+"""TransformerEngine's FusedAdam, its kernels computed by torch, and Megatron's offloading of it.
 
 The class is its own: which states there are, of which type, and what a kernel is given. Megatron's
 optimizer for a part on the host asks tensors where they are; here those that were copied with
@@ -14,6 +14,8 @@ import torch
 from megatron.core.optimizer.cpu_offloading import hybrid_optimizer
 from torch.overrides import TorchFunctionMode
 from transformer_engine.pytorch.optimizers import fused_adam
+
+from checks.gpu_ready.results import joined
 
 
 def step_of(
@@ -49,14 +51,12 @@ def _adam(_: int, __: torch.Tensor, lists: Any, *numbers: Any) -> None:
 
 
 def _adam_remainder(_: int, __: torch.Tensor, lists: Any, *numbers: Any) -> None:
-    """Weights in bfloat16 and, of the same numbers in float32, the lower 16 bits.
+    """Weights in bfloat16 and, of the same numbers in float32, the lower 16 bits (results.joined).
 
-    A weight is rounded, so where the lower bits are a negative number it is one too large.
+    Ties are rounded away from zero, where torch rounds them to an even number.
     """
     for gradient, weight, m, v, low in zip(*lists, strict=True):
-        high = weight.view(torch.int16).int() - (low < 0).int()
-        bits = (high << 16) | (low.int() & 0xFFFF)
-        new = step_of(gradient, bits.view(torch.float32), (m, v), numbers).view(torch.int32)
+        new = step_of(gradient, joined(weight, low), (m, v), numbers).view(torch.int32)
         low.copy_(((new & 0xFFFF) ^ 0x8000) - 0x8000)
         weight.view(torch.int16).copy_((new >> 16) + (low < 0).int())
 

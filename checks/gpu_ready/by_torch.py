@@ -9,7 +9,6 @@ added in place, which ranks share what. The kernels themselves are not.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 from unittest import mock

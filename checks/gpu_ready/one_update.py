@@ -2,8 +2,8 @@
 
     python -m checks.gpu_ready.one_update local|engine PLACE
 
-Results go to PLACE/KIND/CASE and PLACE/planted/FAULT. A process of its own: which layers there are
-is decided at import. Each rank of a case is forked from it, so that what it patches stays there.
+Results go to PLACE/KIND/CASE and PLACE/planted/CONTROL. A process of its own: which layers there
+are is decided at import. Each rank of a case is forked from it, and what that patches stays there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 
-from checks.gpu_ready.cases import ADAM, CASES, CONTROLS, Case
+from checks.gpu_ready.cases import ADAM, CASES, CONTROLS, Case, control_name
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.kernels import Kernels
 from megatron_opd.config.learner import LearnerConfig
@@ -45,8 +45,8 @@ class Given:
 
 
 def figures_of(case: Case, given: Given, *, engine: bool) -> dict[str, torch.Tensor]:
-    """Log-probs, loss, gradients and gradient norm of one update, and the log-probs after it."""
-    from checks.gpu_ready.gradients import whole_gradients
+    """Log-probs, loss, gradients and their norm of one update, and weights and log-probs after."""
+    from checks.gpu_ready.results import results_of
     from megatron_opd.learner.learner import MegatronLearner
     from tests.dist.jobs import share
 
@@ -57,8 +57,7 @@ def figures_of(case: Case, given: Given, *, engine: bool) -> dict[str, torch.Ten
     metrics = learner.train(mine, Estimator(), 1.0)
     found["loss"] = torch.tensor([metrics.loss])
     found["gradient norm"] = torch.tensor([metrics.grad_norm])
-    for name, gradient in whole_gradients(learner).items():
-        found[f"gradients: {name}"] = gradient
+    found |= results_of(learner)
     found["log-probs after"] = _logp(learner.score(mine, 1.0, replay=case.replays).logp_T)
     return found
 
@@ -102,6 +101,8 @@ def rank_of(
     """Compute a case as one rank. Ends the process with 1 where it cannot."""
     os.environ.update(variables)
     rank = variables["RANK"]
+    from megatron_opd.learner import attention
+
     computed: dict[str, int] = {}
     try:
         if engine:
@@ -113,6 +114,9 @@ def rank_of(
                 planted.FAULTS[fault]()
             computed = calls.CALLS
             world.choose_kernels = lambda cuda: Kernels(True, True, ())
+        else:
+            # segment by segment, as by_torch.py does: a padded call rounds otherwise
+            attention.MAX_PADDING_WASTE = 0.0
         save_file(figures_of(case, given, engine=engine), out / f"{rank}.safetensors")
         if rank == "0":
             (out / "calls.json").write_text(json.dumps(computed), encoding="utf-8")
@@ -175,9 +179,9 @@ def main() -> None:
     for name, case in CASES.items():
         if engine or case.local:
             run_case(case, models[case.model], place / kind / name, None, engine=engine)
-    for fault, name in CONTROLS.items() if engine else ():
-        case = CASES[name]
-        run_case(case, models[case.model], place / "planted" / fault, fault, engine=True)
+    for fault, name in CONTROLS if engine else ():
+        out = place / "planted" / control_name(fault, name)
+        run_case(CASES[name], models[CASES[name].model], out, fault, engine=True)
 
 
 if __name__ == "__main__":

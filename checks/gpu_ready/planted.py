@@ -18,7 +18,7 @@ from megatron.core.optimizer.cpu_offloading import hybrid_optimizer
 from megatron.core.transformer.moe import moe_utils
 from transformer_engine.pytorch.optimizers import fused_adam
 
-from checks.gpu_ready import by_torch, experts_by_torch
+from checks.gpu_ready import adam_by_torch, by_torch, experts_by_torch
 from megatron_opd.learner import learner, routing
 
 
@@ -50,6 +50,18 @@ def _rotary(turned: Callable[..., Any]) -> None:
 def _own_gates() -> None:
     held: Any = routing
     held.with_sampled_gates = lambda probs, used, gates: probs
+
+
+def _experts_anew() -> None:
+    """Let routers choose where gradients are computed: with recomputation, in the second pass."""
+    given = routing.MicroRouting.experts
+    held: Any = routing.MicroRouting
+
+    def experts(micro: Any, layer: int, own: torch.Tensor) -> torch.Tensor:
+        used = given(micro, layer, own)
+        return own if torch.is_grad_enabled() else used
+
+    held.experts = experts
 
 
 def _late_gradients() -> None:
@@ -122,7 +134,7 @@ def _ungated() -> None:
 
 
 def _other_weights() -> None:
-    permute = moe_utils.fused_permute_with_probs
+    permute: Any = moe_utils.fused_permute_with_probs
     held: Any = moe_utils
 
     def permuted(*given: Any, **options: Any) -> Any:
@@ -141,20 +153,31 @@ def _early_softmax() -> None:
     held.fused_topk_with_score_function = chosen
 
 
+def _balanced_by_choices() -> None:
+    """Let the balancing loss see which experts were chosen, which has no gradient."""
+    scores: Any = moe_utils.fused_compute_score_for_moe_aux_loss
+    held: Any = moe_utils
+
+    def of_choices(*given: Any, **options: Any) -> Any:
+        places, weights = scores(*given, **options)
+        return places, weights * 0 + places
+
+    held.fused_compute_score_for_moe_aux_loss = of_choices
+
+
 def _no_residual() -> None:
     held: Any = fused_bias_dropout
     held.bias_dropout_add_fused_train = lambda x_with_bias, residual, prob: x_with_bias[0]
 
 
 def _uncorrected() -> None:
-    kernels: Any = fused_adam.tex  # pyright: ignore
-    step = kernels.multi_tensor_adam
+    step, held = adam_by_torch.step_of, adam_by_torch
 
-    def uncorrected(_: int, flag: Any, lists: Any, *numbers: Any) -> None:
-        *before, _corrected, decay = numbers
-        step(_, flag, lists, *before, 0, decay)
+    def uncorrected(gradient: Any, weight: Any, moments: Any, numbers: tuple[Any, ...]) -> Any:
+        *before, _, decay = numbers
+        return step(gradient, weight, moments, (*before, 0, decay))
 
-    kernels.multi_tensor_adam = uncorrected
+    held.step_of = uncorrected
 
 
 def _host_half_stays() -> None:
@@ -176,6 +199,8 @@ def _lost_remainders() -> None:
 
 FAULTS: dict[str, Callable[[], None]] = {
     "angles of another token": _other_angles,
+    "experts chosen anew when recomputed": _experts_anew,
+    "balanced by choices alone": _balanced_by_choices,
     "gate weights left out": _own_gates,
     "gradients after their bucket": _late_gradients,
     "weights gathered late": _stale_weights,
