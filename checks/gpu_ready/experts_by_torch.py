@@ -51,11 +51,18 @@ def _sort_chunks_alone(
 
 
 def chosen(
-    logits: torch.Tensor, topk: int, use_pre_softmax: bool, score_function: str, **given: Any
+    logits: torch.Tensor,
+    topk: int,
+    use_pre_softmax: bool,
+    num_groups: int | None = None,
+    group_topk: int | None = None,
+    scaling_factor: float | None = None,
+    score_function: str = "softmax",
+    expert_bias: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts. Returns their weights, [tokens, experts], and where they are."""
     assert score_function == "softmax"
-    assert all(value is None for value in given.values()), given
+    assert num_groups is group_topk is scaling_factor is expert_bias is None
     scores = logits.softmax(-1, dtype=torch.float32) if use_pre_softmax else logits.float()
     values, experts = scores.topk(topk, 1)
     weights = values if use_pre_softmax else values.softmax(-1)
@@ -67,7 +74,8 @@ def _scores(
     logits: torch.Tensor, topk: int, score_function: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What a balancing loss reads. Returns where the chosen experts are, and all weights."""
-    _, places = chosen(logits, topk, True, score_function)
+    assert score_function == "softmax"
+    _, places = chosen(logits, topk, use_pre_softmax=True)
     return places, logits.softmax(-1, dtype=torch.float32)
 
 

@@ -146,11 +146,9 @@ def _other_weights() -> None:
 
 def _early_softmax() -> None:
     held: Any = moe_utils
-
-    def chosen(*, use_pre_softmax: bool, **given: Any) -> Any:
-        return experts_by_torch.chosen(use_pre_softmax=not use_pre_softmax, **given)
-
-    held.fused_topk_with_score_function = chosen
+    held.fused_topk_with_score_function = lambda **given: experts_by_torch.chosen(
+        **given | {"use_pre_softmax": not given["use_pre_softmax"]}
+    )
 
 
 def _balanced_by_choices() -> None:
