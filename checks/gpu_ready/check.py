@@ -62,8 +62,8 @@ CLAIMS = (
         "updates",
         20,
         240,
-        "an update on TransformerEngine's layers is that of Megatron's local layers",
-        "its modules computed by torch, float32",
+        "updates on TransformerEngine's layers are those of Megatron's local layers; options too",
+        "its modules computed by torch, one rank and two",
     ),
     Claim(
         "servers",
@@ -86,8 +86,8 @@ NOT_PROVEN = (
     "speed, GPU memory, and what the allocator leaves of it",
     "NCCL: that groups form, between which ranks, and what a lost peer does",
     "CUDA IPC between a learner's and a server's process",
-    "CUDA graphs, streams, overlap, and whatever depends on their order",
-    "8-bit training",
+    "CUDA graphs, streams, and whatever depends on their order; what overlap brings",
+    "8-bit training, DeepEP, HybridEP, activations on the host",
 )
 """What only a card can tell."""
 

@@ -48,6 +48,11 @@ def optimizer_config(
         "use_distributed_optimizer": True,
         "overlap_param_gather": overlap_param_gather,
     }
+    if values.get("optimizer_cpu_offload") and dtype == torch.float32:
+        raise ValueError(
+            f"{section}.optimizer_cpu_offload must be false with learner.dtype float32, of whose "
+            "weights Megatron-Core 0.19.2 cannot build that optimizer, got true; use bfloat16"
+        )
     return build(section, MegatronOptimizerConfig, values)
 
 

@@ -114,6 +114,10 @@ def test_experts_with_biases_are_built_as_megatron_can(engine, field, value, tmp
         ({"optimizer": {"beta3": 0.9}}, "learner.optimizer.beta3 .* did you mean beta"),
         ({"optimizer": {"main_grad_dtype": "float32"}}, "learner.optimizer.main_grad_dtype"),
         (
+            {"optimizer": {"optimizer_cpu_offload": True}},
+            "optimizer_cpu_offload must be false with learner.dtype float32",
+        ),
+        (
             {"parallel": {"pp": 2, "vpp": 2}, "megatron": {"overlap_p2p_comm": False}},
             "overlap_p2p_comm must be true",
         ),
