@@ -2,7 +2,8 @@
 
     python -m checks.gpu_ready.one_update local|engine|planted PLACE
 
-Results go to PLACE/KIND. A process of its own: which layers there are is decided at import.
+Results go to PLACE/KIND. A process of its own: which layers there are is decided at import. Without
+a GPU the learner leaves TransformerEngine out, unless it is imported first, as by_torch.py does.
 """
 
 from __future__ import annotations
@@ -21,10 +22,8 @@ from checks.gpu_ready.updates import CASES, PLANTED, Case
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.kernels import Kernels
 from megatron_opd.config.learner import LearnerConfig
-from sglang_bridge.imports import keep_out
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2  # of the tiny Qwen3-MoE
-ENGINE = ("transformer_engine", "transformer_engine_torch")
 
 
 def figures_of(case: Case, model: Path, *, engine: bool) -> dict[str, torch.Tensor]:
@@ -76,8 +75,6 @@ def main() -> None:
     """Entry point."""
     kind, place = sys.argv[1], Path(sys.argv[2])
     engine = kind != "local"
-    if not engine:
-        keep_out(*ENGINE)
     from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
     calls: Counter[str] = Counter()
