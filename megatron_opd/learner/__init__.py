@@ -6,9 +6,10 @@ import torch
 
 from sglang_bridge.imports import keep_out
 
-FOR_GPUS = ("flash_mla", "transformer_engine")
-"""Megatron uses these wherever they are installed, on a CPU too, where they cannot compute. The
-first asks for the driver's library as it is imported, which a login node does not have."""
+FOR_GPUS = ("fla", "flash_mla", "transformer_engine")
+"""Megatron uses these wherever they are installed, transformers the first, on a CPU too, where they
+cannot compute. flash_mla asks for the driver's library as it is imported, which a login node does
+not have."""
 
 if not torch.cuda.is_available():
     keep_out(*FOR_GPUS)
