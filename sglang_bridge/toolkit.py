@@ -9,6 +9,8 @@ from pathlib import Path
 VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 """Name a toolkit, the first that is set."""
 SYSTEM = Path("/usr/local/cuda")
+HOST_COMPILERS = ("gcc", "c++")
+"""What nvcc compiles a kernel's host code by, and what SGLang links it by; of one package."""
 CACHE_VARIABLE, CACHE = "SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit"
 """Where SGLang keeps what it has compiled: what the variable names, else the latter."""
 

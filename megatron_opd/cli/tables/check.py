@@ -6,6 +6,7 @@ It validates what can be validated without starting anything, then prints the pl
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping
 
 from rich.console import Console
@@ -42,7 +43,7 @@ from megatron_opd.losses.formulas import formula
 from megatron_opd.records.drops import DROPS
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge import open_files
-from sglang_bridge.toolkit import kept_kernels, toolkit
+from sglang_bridge.toolkit import HOST_COMPILERS, kept_kernels, toolkit
 
 # Files that a controller has open before it connects to anything: measured 60, rounded up.
 OWN_FILES = 128
@@ -175,6 +176,10 @@ def compiler_words(environment: Mapping[str, str]) -> str:
     found = toolkit(environment)
     if found is None:
         return NO_TOOLKIT
+    path = environment.get("PATH")
+    absent = [name for name in HOST_COMPILERS if shutil.which(name, path=path) is None]
+    if absent:
+        return f"{found / 'bin' / 'nvcc'}, which needs {' and '.join(absent)} on PATH: install g++"
     cache, kept = kept_kernels(environment)
     first = NOT_KEPT if kept == 0 else f"{kept} kernels are kept"
     return f"{found / 'bin' / 'nvcc'}; in {cache} {first}"

@@ -90,5 +90,7 @@ def test_the_check_says_whether_a_first_start_compiles(tmp_path: Path):
         file.parent.mkdir(parents=True)
     (home / "bin" / "nvcc").touch()
     assert check.compiler_words(environment) == f"{home}/bin/nvcc; in {cache} {check.NOT_KEPT}"
+    bare = environment | {"PATH": str(tmp_path)}
+    assert check.compiler_words(bare).endswith("which needs gcc and c++ on PATH: install g++")
     kernel.touch()
     assert check.compiler_words(environment) == f"{home}/bin/nvcc; in {cache} 1 kernels are kept"

@@ -1,5 +1,6 @@
 """Which CUDA compiler a server finds when it first starts."""
 
+import sys
 from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
@@ -53,6 +54,15 @@ def test_a_server_is_told_where_it_lies(nvidia: Path, tmp_path: Path):
     assert server_env(spec, {"CUDA_HOME": mine})["CUDA_HOME"] == mine
     assert server_env(spec, {"CUDA_PATH": mine})["CUDA_HOME"] == mine
     assert "CUDA_HOME" not in server_env(spec, {"CUDA_PATH": str(tmp_path / "empty")})
+
+
+def test_a_server_finds_ninja_where_no_environment_is_active(nvidia: Path):
+    spec = ServerSpec(model_path="m", role="student", port=1)
+    own = str(Path(sys.executable).parent)
+    assert "PATH" not in server_env(spec, {"CUDA_HOME": "/none"})
+    a_toolkit(nvidia / "cu13")
+    assert server_env(spec, {"PATH": "/usr/bin:/bin"})["PATH"] == f"/usr/bin:/bin:{own}"
+    assert server_env(spec, {})["PATH"].endswith(f":{own}")
 
 
 def test_kernels_that_are_kept_are_counted(tmp_path: Path):
