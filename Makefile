@@ -7,6 +7,7 @@
 # gpu-check  what works on this machine's GPU and how fast; GPU_OUT holds the record
 #            gpu-check-dry: the same code at a tiny size on the CPU
 # gpu-ready  what can be proven of .venv-gpu without a GPU, within ten minutes; READY_OUT holds it
+#            gpu-ready-suites: the unit and the gloo suite on its versions; SUITES_OUT
 # gpu-lock   resolve requirements/gpu.lock anew
 # docs       the documentation site, in site/
 PYTHON ?= python3
@@ -17,13 +18,16 @@ GPU_VENV := .venv-gpu
 GPU_PINS := requirements/gpu.lock setup.py pyproject.toml
 GPU_OUT ?= gpu-check.json
 READY_OUT ?= gpu-ready.json
+SUITES_OUT ?= gpu-suites.json
+# $(call record,COMMAND,FILE): what a check prints; none where it could not begin
+record = @$(1) > $(2) || { code=$$?; [ -s $(2) ] || rm -f $(2); exit $$code; }
 RUN_DIR ?= runs/demo
 PYTEST_ARGS ?=
 # two workers: one begins with the tests that share two SGLang servers, the other with those of
 # several ranks (tests/conftest.py)
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: setup demo demo-real test test-fast check bench docs setup-gpu gpu-check gpu-check-dry gpu-ready gpu-lock clean
+.PHONY: setup demo demo-real test test-fast check bench docs setup-gpu gpu-check gpu-check-dry gpu-ready gpu-ready-suites gpu-lock clean
 
 setup:
 	@$(PYTHON) tools/setup_venv.py $(VENV) $(PINS)
@@ -66,7 +70,10 @@ gpu-check-dry: setup
 	@$(BIN)/python -m checks gpu --budget-s 540 --out $(GPU_OUT) --dry
 
 gpu-ready: setup-gpu
-	@$(GPU_VENV)/bin/python -m checks gpu_ready > $(READY_OUT)
+	$(call record,$(GPU_VENV)/bin/python -m checks gpu_ready,$(READY_OUT))
+
+gpu-ready-suites: setup-gpu
+	$(call record,$(GPU_VENV)/bin/python -m checks gpu_suites,$(SUITES_OUT))
 
 # No index address stands in the lock; a hash holds whichever index serves a file. Left out: this
 # project, and the CUDA 12 core, which TransformerEngine's source names until torch's CUDA is known.

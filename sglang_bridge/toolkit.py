@@ -1,4 +1,4 @@
-"""Finds the CUDA compiler that SGLang compiles kernels with when a server first starts."""
+"""Finds the CUDA compiler and the cache of the kernels that SGLang compiles for its servers."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from pathlib import Path
 VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 """Name a toolkit, the first that is set."""
 SYSTEM = Path("/usr/local/cuda")
+HOST_COMPILERS = ("gcc", "c++")
+"""What nvcc compiles a kernel's host code by, and what SGLang links it by; of one package."""
+CACHE_VARIABLE, CACHE = "SGLANG_JIT_CACHE_DIR", "~/.cache/sglang/jit"
+"""Where SGLang keeps what it has compiled: what the variable names, else the latter."""
 
 
 def toolkit(environment: Mapping[str, str]) -> Path | None:
@@ -20,6 +24,15 @@ def toolkit(environment: Mapping[str, str]) -> Path | None:
     named = next((environment[name] for name in VARIABLES if environment.get(name)), None)
     places = [Path(named)] if named else [*_installed(), SYSTEM]
     return next((place for place in places if (place / "bin" / "nvcc").exists()), None)
+
+
+def kept_kernels(environment: Mapping[str, str]) -> tuple[Path, int]:
+    """Returns the directory of the kernels that are kept, and how many of them there are.
+
+    There they are TARGET/KERNEL/BUILD; those of all targets and versions count.
+    """
+    cache = Path(environment.get(CACHE_VARIABLE) or CACHE).expanduser()
+    return cache, len(list(cache.glob("*/*/*/*/*.so")))
 
 
 def _installed() -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -20,8 +21,12 @@ from sglang_bridge.toolkit import toolkit
 
 BUDGET_S = 600.0
 NO_ENVIRONMENT = (
-    "gpu_ready: this environment has no TransformerEngine or no CUDA toolkit of the lock; run "
-    "`make gpu-ready`, which makes .venv-gpu"
+    "this environment has no TransformerEngine or no CUDA toolkit of the lock; run `make "
+    "gpu-ready`, which makes .venv-gpu"
+)
+NO_COMPILER = (
+    "no C++ compiler (g++) was found on PATH: the stand-in driver and SGLang's kernels are "
+    "compiled by it, those of servers on a GPU too; install g++ (apt-get install g++)"
 )
 
 
@@ -95,10 +100,7 @@ NOT_PROVEN = (
 def check_environment(options: Sequence[str] = ()) -> dict[str, Any]:
     """Check the environment that this runs in. Exits with 2 where it is none for GPUs."""
     chosen = _arguments(options)
-    home = toolkit({})
-    if home is None or not choose_kernels(cuda=True).engine:
-        print(NO_ENVIRONMENT, file=sys.stderr)
-        raise SystemExit(2)
+    home = require_environment("gpu_ready")
     with tempfile.TemporaryDirectory(prefix="opd-ready-") as scratch:
         place = Path(scratch)
         environment = surroundings(place, driver.build(place, home / "include" / "cuda.h"))
@@ -112,6 +114,20 @@ def check_environment(options: Sequence[str] = ()) -> dict[str, Any]:
         check(record, [claim for claim in CLAIMS if claim.name in chosen], BUDGET_S, run_part)
     print(table(record.results), file=sys.stderr)
     return record.figures() | {"not_proven": NOT_PROVEN}
+
+
+def require_environment(check_name: str) -> Path:
+    """The CUDA toolkit of this environment. Exits with 2, in one line, where a part is missing."""
+    home = toolkit({})
+    problem = None
+    if home is None or not choose_kernels(cuda=True).engine:
+        problem = NO_ENVIRONMENT
+    elif shutil.which(driver.COMPILER) is None:
+        problem = NO_COMPILER
+    if home is None or problem is not None:
+        print(f"{check_name}: {problem}", file=sys.stderr)
+        raise SystemExit(2)
+    return home
 
 
 def surroundings(place: Path, library: Path) -> dict[str, str]:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 NO_DEVICE = 100
 LIBRARY = "libcuda.so.1"
+COMPILER = "g++"
 # types begin with CU, the runtime's functions with cuda
 FUNCTION = re.compile(r"\bcu[A-Z]\w*")
 
@@ -27,10 +28,10 @@ def source(names: list[str]) -> str:
     return "".join(f"int {name}(void) {{ return {NO_DEVICE}; }}\n" for name in names)
 
 
-def build(folder: Path, header: Path, compiler: str = "g++") -> Path:
+def build(folder: Path, header: Path) -> Path:
     """Compile the library into `folder`; returns its path."""
     code, library = folder / "driver.c", folder / LIBRARY
     code.write_text(source(functions(header)), encoding="utf-8")
-    command = [compiler, "-x", "c", "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}"]
+    command = [COMPILER, "-x", "c", "-shared", "-fPIC", f"-Wl,-soname,{LIBRARY}"]
     subprocess.run([*command, str(code), "-o", str(library)], check=True)
     return library

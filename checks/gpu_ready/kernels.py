@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from checks.gpu.record import PartFailed
+from sglang_bridge.server.compat import hooks
+from sglang_bridge.server.compiling import kernels as named_in
+from sglang_bridge.server.compiling import say_kernel
 from sglang_bridge.server.spec import ServerSpec, server_env
-from sglang_bridge.toolkit import VARIABLES
+from sglang_bridge.toolkit import CACHE_VARIABLE, VARIABLES, kept_kernels
 
-CACHE = "SGLANG_JIT_CACHE_DIR"
 TARGET = "sm90a"
 LIMIT_S = 240.0
 LAST_LINES = 20
@@ -45,6 +47,10 @@ def measure() -> dict[str, Any]:
         raise PartFailed(f"{next(iter(figures['failed']))} does not compile", found)
     if figures["targets"] != [TARGET]:
         raise PartFailed(f"compiled for {figures['targets']}, not {TARGET}", found)
+    if len(figures["named"]) != len(figures["seconds"]):
+        raise PartFailed(f"the log names {figures['named']} as they are compiled", found)
+    if figures["kept"] != len(figures["seconds"]):
+        raise PartFailed(f"{figures['kept']} kernels are found to be kept", found)
     if control["seconds"]:
         raise PartFailed("kernels compile without a compiler: another one was taken", found)
     return found
@@ -54,7 +60,7 @@ def compiled(environment: Mapping[str, str], cache: Path, out: Path) -> dict[str
     """What this module's process finds in an environment, with a kernel cache of its own."""
     done = subprocess.run(
         [sys.executable, "-m", "checks.gpu_ready.kernels", str(out)],
-        env={**environment, CACHE: str(cache)},
+        env={**environment, CACHE_VARIABLE: str(cache)},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -63,8 +69,14 @@ def compiled(environment: Mapping[str, str], cache: Path, out: Path) -> dict[str
     if not out.exists():
         last = done.stdout.splitlines()[-LAST_LINES:]
         raise PartFailed(f"no figures: {last[-1] if last else 'no output'}", {"said": last})
+    log = out.with_suffix(".log")
+    log.write_text(done.stdout, encoding="utf-8")
     targets = {file.relative_to(cache).parts[0] for file in cache.rglob("*.so")}
-    return json.loads(out.read_text(encoding="utf-8")) | {"targets": sorted(targets)}
+    return json.loads(out.read_text(encoding="utf-8")) | {
+        "targets": sorted(targets),
+        "named": named_in(log),
+        "kept": kept_kernels({CACHE_VARIABLE: str(cache)})[1],
+    }
 
 
 def main() -> None:
@@ -73,6 +85,10 @@ def main() -> None:
 
     pretend(CARDS["sm_90"])
     import torch
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    hooks.hook(hooks.BUILD_LOCK, say_kernel, "before")
+    HookRegistry.apply_hooks()
     from sglang.kernels.ops.activation import activation
     from sglang.kernels.ops.kvcache import kvcache
 

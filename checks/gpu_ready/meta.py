@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformer_engine.pytorch  # noqa: F401  # first: without a GPU the learner leaves it out
 from megatron.core import parallel_state as ps
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from torch.distributed import distributed_c10d

@@ -4,6 +4,8 @@
 
 Results go to PLACE/KIND/CASE and PLACE/planted/CONTROL. A process of its own: which layers there
 are is decided at import. Each rank of a case is forked from it, and what that patches stays there.
+Without a GPU the learner leaves TransformerEngine out, unless it is imported first, as by_torch.py
+does.
 """
 
 from __future__ import annotations
@@ -27,11 +29,9 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.kernels import Kernels
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.records.types import Batch
-from sglang_bridge.imports import keep_out
 from sglang_bridge.ports import free_port
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2  # of the tiny Qwen3-MoE
-ENGINE = ("transformer_engine", "transformer_engine_torch")
 TIMEOUT_S = 120
 """Of a case's collectives and of its ranks: a hang."""
 
@@ -164,14 +164,12 @@ def main() -> None:
     """Entry point."""
     kind, place = sys.argv[1], Path(sys.argv[2])
     engine = kind != "local"
-    if not engine:
-        keep_out(*ENGINE)
+    if engine:
+        from checks.gpu_ready import planted  # noqa: F401  # pyright: ignore[reportUnusedImport]
     # all that ranks need, before they are forked; no thread of torch may run then
     import tests.dist.jobs  # noqa: F401  # pyright: ignore[reportUnusedImport]
     from tests.support.models import tiny_qwen3, tiny_qwen3_moe
 
-    if engine:
-        from checks.gpu_ready import planted  # noqa: F401  # pyright: ignore[reportUnusedImport]
     models = {
         "dense": given_of(tiny_qwen3(place / f"{kind} dense")),
         "moe": given_of(tiny_qwen3_moe(place / f"{kind} moe")),

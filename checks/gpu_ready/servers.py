@@ -166,10 +166,15 @@ def hooks() -> tuple[int, list[str]]:
     from sglang.srt.platforms import current_platform
     from sglang.srt.plugins import load_plugins
 
-    from sglang_bridge.server.compat.hooks import GATE_TARGETS, TARGETS, require_hooks_in_place
+    from sglang_bridge.server.compat.hooks import (
+        CUDA_TARGETS,
+        GATE_TARGETS,
+        TARGETS,
+        require_hooks_in_place,
+    )
 
     load_plugins()
-    wanted = (*TARGETS, *GATE_TARGETS)
+    wanted = (*TARGETS, *CUDA_TARGETS, *GATE_TARGETS)
     try:
         require_hooks_in_place(wanted)
     except RuntimeError as error:

@@ -95,8 +95,9 @@ class ServerConfig(Section):
     """Memory of one GPU in GiB: `opd check` rejects weights and KV cache that cannot fit; null: it
     only prints what is needed."""
     startup_timeout_s: Seconds = 600.0
-    """Longest wait in seconds for a started server to answer; then the run ends with an error.
-    Raise it for large models on slow disks."""
+    """Longest wait in seconds for a started server to answer, counted anew while it compiles
+    kernels, as at its first start on a GPU; then the run ends with an error. Raise it for large
+    models on slow disks."""
     request_timeout_s: Seconds = 300.0
     """Longest time in seconds that a request may make no progress while its server runs it; then it
     is cancelled and sent anew. The server is asked: a response that grows is never cut off, and

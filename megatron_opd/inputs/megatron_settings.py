@@ -7,6 +7,7 @@ import warnings
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.errors import UserError
 from megatron_opd.models.spec import ModelSpec
+from sglang_bridge.imports import keep_out
 
 
 def check_megatron(spec: ModelSpec, config: LearnerConfig) -> None:
@@ -17,6 +18,9 @@ def check_megatron(spec: ModelSpec, config: LearnerConfig) -> None:
     own = config.megatron or config.ddp or config.optimizer.megatron
     if not own and config.routing_replay == "off":
         return
+    # Megatron takes its kernels wherever they are installed. They import models of transformers,
+    # which breaks in a process that left torch out (data/without_torch.py), and none computes here.
+    keep_out("fla")
     try:
         with warnings.catch_warnings():  # Megatron's import warns of what else could be installed
             warnings.simplefilter("ignore")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from megatron_opd.errors import UserError
 from megatron_opd.launch.handles import LearnerHandle, ServerHandle
@@ -16,6 +17,7 @@ from megatron_opd.launch.launcher import CannotPlace
 from megatron_opd.launch.readiness import StartingPart, ready_now
 from sglang_bridge.errors import PortInUse, ServerDied, exit_text
 from sglang_bridge.lifetime import EXIT_LOST
+from sglang_bridge.server.compiling import progress
 from sglang_bridge.server.launch import last_lines
 
 GRACE_S = 4.0
@@ -48,7 +50,9 @@ class Processes:
         """
         parts = {
             server.name: StartingPart(
-                _ready(server, timeout_s), HealthGuard([_watched(server)]).watch
+                _ready(server, timeout_s),
+                HealthGuard([_watched(server)]).watch,
+                partial(progress, server.log_path),
             )
             for server in self.servers
         }

@@ -41,11 +41,13 @@ class StartingPart:
     """Describes a part that a run waits for.
 
     ready: returns once the part is there, and raises if it cannot be. watch: called after that;
-    raises once the part is gone again, and never returns.
+    raises once the part is gone again, and never returns. progress: says what its name is followed
+    by while it is awaited.
     """
 
     ready: Awaitable[Any]
     watch: Callable[[], Awaitable[Any]]
+    progress: Callable[[], str] = str
 
 
 async def ready_now() -> None:
@@ -75,7 +77,8 @@ async def all_ready(
                 task.result()
                 watches.append(asyncio.ensure_future(parts[missing.pop(task)].watch()))
             if not done:
-                say(f"waiting for {', '.join(sorted(missing.values()))}")
+                names = sorted(missing.values())
+                say(f"waiting for {', '.join(name + parts[name].progress() for name in names)}")
     finally:
         for task in (*missing, *watches):
             task.cancel()

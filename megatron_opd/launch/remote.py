@@ -14,6 +14,7 @@ from pathlib import Path
 from megatron_opd.launch.launcher import Launcher, NodePlace, Process, ProcessSpec
 from sglang_bridge.errors import PortInUse, ServerDied, exit_text
 from sglang_bridge.proof import new_nonce
+from sglang_bridge.server.compiling import StartLimit
 from sglang_bridge.server.launch import Readiness, next_log, why_ended
 from sglang_bridge.server.spec import NONCE_VARIABLE
 
@@ -69,13 +70,14 @@ class RemoteServer:
     def wait_ready(self, timeout_s: float) -> None:
         """Return once it answers.
 
-        ServerDied, with the log's last lines: it ended first, or is not ready in `timeout_s`.
-        PortInUse: something else has its port. In each case nothing is left running.
+        ServerDied, with the log's last lines: it ended first, or is not ready in `timeout_s`,
+        counted anew while it compiles kernels. PortInUse: something else has its port. In each case
+        nothing is left running.
         """
         host, port = self.place.host, self.place.port
         readiness = Readiness(host, port, self._nonce, self._key)
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
+        limit = StartLimit(timeout_s, self.log_path)
+        while not limit.is_over():
             code = self.exit_code()
             if code is not None:
                 self.stop(0)
@@ -89,7 +91,7 @@ class RemoteServer:
                 raise
             time.sleep(POLL_S)
         self.stop(1)
-        raise self._ended(f"was not ready within {timeout_s:g} s")
+        raise self._ended(limit.said())
 
     def stop(self, grace_s: float) -> None:
         """End it and all that it started."""

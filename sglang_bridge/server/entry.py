@@ -183,7 +183,7 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    targets = hooks.TARGETS if cuda else (*hooks.TARGETS, *hooks.CPU_TARGETS)
+    targets = (*hooks.TARGETS, *(hooks.CUDA_TARGETS if cuda else hooks.CPU_TARGETS))
     hooks.require_hooks_in_place((*targets, *hooks.GATE_TARGETS) if gates.kept() else targets)
     front.add_work_route()
     owner.add_owner_routes(nonce)

@@ -25,6 +25,7 @@ from sglang_bridge import wire
 from sglang_bridge.errors import ModelRefused, PortInUse, ServerDied, exit_text
 from sglang_bridge.proof import new_nonce, proof
 from sglang_bridge.server import files
+from sglang_bridge.server.compiling import StartLimit
 from sglang_bridge.server.forks import ServerChild, start_server
 from sglang_bridge.server.spec import REFUSED, ServerSpec, server_command, server_env
 from sglang_bridge.server.workers import group_states, process_group
@@ -194,12 +195,13 @@ class ServerProcess:
         """Returns once the server answers requests; it has then generated a token for itself.
 
         Raises ServerDied, with the log's last lines, if it ends first or is not ready in
-        `timeout_s`, PortInUse if something else has its port; in each case nothing is left running.
+        `timeout_s`, counted anew while it compiles kernels, PortInUse if something else has its
+        port; in each case nothing is left running.
         """
         assert self._process is not None, "start() comes first"
         readiness = Readiness(self.spec.host, self.spec.port, self._nonce, self._key)
-        deadline_s = time.monotonic() + timeout_s
-        while time.monotonic() < deadline_s:
+        limit = StartLimit(timeout_s, self.log_path)
+        while not limit.is_over():
             status = self._process.poll()
             if status is not None:
                 self.stop(grace_s=0)
@@ -215,7 +217,7 @@ class ServerProcess:
                 return
             time.sleep(POLL_S)
         self.stop(grace_s=1)
-        raise self._ended(f"was not ready within {timeout_s:g} s")
+        raise self._ended(limit.said())
 
     def stop(self, grace_s: float = 2.0) -> None:
         """Ends the whole process group: SIGTERM, SIGKILL after at most `grace_s`. Safe to repeat.

@@ -13,6 +13,7 @@ import torch
 
 from sglang_bridge import wire
 from sglang_bridge.server import (
+    compiling,
     disk_reader,
     draws,
     gates,
@@ -95,7 +96,9 @@ def register() -> None:
         hooks.hook(hooks.EXPERT_RECORD, gates.around_record, "around")
         hooks.hook(hooks.EXPERT_CHOICE, gates.around_choice, "around")
         hooks.hook(hooks.EXPERT_CAPTURE, gates.around_capture, "around")
-    if not torch.cuda.is_available():
+    if torch.cuda.is_available():
+        hooks.hook(hooks.BUILD_LOCK, compiling.say_kernel, "before")
+    else:
         hooks.hook(hooks.ROPE_ON_CPU, mla.around_rope, "around")
         ranks.allow_deterministic_attention("torch_native")
         sinks.register()

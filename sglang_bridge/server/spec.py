@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from sglang_bridge.gpus import let_see
@@ -193,6 +194,9 @@ def server_env(
     compiles = toolkit(env)
     if compiles is not None:
         env.setdefault("CUDA_HOME", str(compiles))
+        # SGLang compiles by ninja, which lies beside this interpreter
+        programs = (env.get("PATH", os.defpath), str(Path(sys.executable).parent))
+        env["PATH"] = os.pathsep.join(programs)
     keep_groups_on(spec.host, env, spec.interface)
     env["OMP_NUM_THREADS"] = str(spec.threads)
     if spec.threads > 1:

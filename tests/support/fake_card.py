@@ -130,7 +130,12 @@ class FakeCard(TorchDispatchMode):
         self.lines[Line(kind, what, _place())] += count
 
     def __enter__(self) -> FakeCard:
-        self._patches.enter_context(mock.patch.multiple(torch.cuda, **_cuda(self)))
+        cuda = _cuda(self)
+        self._patches.enter_context(mock.patch.multiple(torch.cuda, **cuda))
+        # a torch that was built for CUDA asks its optimizers' stream there
+        self._patches.enter_context(
+            mock.patch.object(torch.accelerator, "current_stream", cuda["current_stream"])
+        )
         self._patches.enter_context(mock.patch.object(importlib.util, "find_spec", _without_triton))
         self._patches.enter_context(mock.patch.object(dist, "init_process_group", _by_gloo))
         self._patches.enter_context(
@@ -377,6 +382,9 @@ class _Order:
 
     def query(self) -> bool:
         return True
+
+    def is_capturing(self) -> bool:
+        return False
 
     def _follow(self, *others: Any) -> _Order:
         return self

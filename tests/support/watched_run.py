@@ -184,6 +184,7 @@ def hostile_row(update: int, uid: int) -> RolloutRow:
         unix_time_s=1.8e9,
         spans=[(update, 0, len(tokens))],
         prompt=" ".join(HOSTILE),
+        given=[],
         tokens=tokens,
         sampler_logp=logp,
         teacher_logp=logp,

@@ -6,6 +6,8 @@ It validates what can be validated without starting anything, then prints the pl
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Mapping
 
 from rich.console import Console
 from rich.markup import escape
@@ -41,7 +43,7 @@ from megatron_opd.losses.formulas import formula
 from megatron_opd.records.drops import DROPS
 from megatron_opd.weight_sync.transport import transport_kind
 from sglang_bridge import open_files
-from sglang_bridge.toolkit import toolkit
+from sglang_bridge.toolkit import HOST_COMPILERS, kept_kernels, toolkit
 
 # Files that a controller has open before it connects to anything: measured 60, rounded up.
 OWN_FILES = 128
@@ -52,6 +54,10 @@ NO_TOOLKIT = (
     "nothing: no nvcc in CUDA_HOME, beside this program or in /usr/local/cuda. SGLang compiles "
     "kernels when a server first starts; install requirements/gpu.lock (make setup-gpu), or set "
     "CUDA_HOME"
+)
+NOT_KEPT = (
+    "no kernel is kept yet: the first start compiles them, some ten seconds each and a "
+    "minute or more in all; startup_timeout_s is counted anew meanwhile"
 )
 # GB/s of a 400 Gb/s network card
 LINK_GBS = 50.0
@@ -162,9 +168,22 @@ def kernel_rows(config: Config, *, moe: bool) -> list[tuple[str, str]]:
         key = "learner.megatron.gradient_accumulation_fusion"
         rows["weight gradients here"] = f"{how}, as {key} says"
     if cuda:
-        found = toolkit(os.environ)
-        rows["servers compile by"] = NO_TOOLKIT if found is None else str(found / "bin" / "nvcc")
+        rows["servers compile by"] = compiler_words(os.environ)
     return list(rows.items())
+
+
+def compiler_words(environment: Mapping[str, str]) -> str:
+    """Return what servers compile SGLang's kernels by, and whether their first start will."""
+    found = toolkit(environment)
+    if found is None:
+        return NO_TOOLKIT
+    path = environment.get("PATH")
+    absent = [name for name in HOST_COMPILERS if shutil.which(name, path=path) is None]
+    if absent:
+        return f"{found / 'bin' / 'nvcc'}, which needs {' and '.join(absent)} on PATH: install g++"
+    cache, kept = kept_kernels(environment)
+    first = NOT_KEPT if kept == 0 else f"{kept} kernels are kept"
+    return f"{found / 'bin' / 'nvcc'}; in {cache} {first}"
 
 
 def routing_row(config: Config) -> list[tuple[str, str]]:

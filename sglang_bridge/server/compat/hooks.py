@@ -24,6 +24,8 @@ QUANT_CONFIG = "sglang.srt.model_loader.loader._get_quantization_config"
 PARSE_CONFIG = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse"
 LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 SAMPLE = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
+# where there is CUDA, alone
+BUILD_LOCK = "sglang.kernels.jit.utils.compile.loader._build_lock"
 # of servers on a CPU, alone
 SHARED_GATE = "sglang.kernels.ops.elementwise.elementwise.fused_gate_sigmoid_mul_add"
 OUTPUT_GATE = "sglang.kernels.ops.elementwise.elementwise.fused_sigmoid_mul"
@@ -59,6 +61,7 @@ TARGETS = (
     LOAD_WEIGHTS,
     INIT_GROUP,
 )
+CUDA_TARGETS = (BUILD_LOCK,)
 CPU_TARGETS = (SHARED_GATE, OUTPUT_GATE, ROPE_ON_CPU)
 GATE_TARGETS = (EXPERT_RECORD, EXPERT_CHOICE, EXPERT_CAPTURE)
 

@@ -9,6 +9,7 @@ from checks.gpu.record import Result
 from checks.gpu_ready import check, driver
 from checks.gpu_ready.imports import imported
 from checks.gpu_ready.servers import problems
+from megatron_opd.config.kernels import Kernels
 from sglang_bridge.server.spec import ServerSpec
 
 HEADER = """
@@ -76,14 +77,24 @@ def test_parts_fit_the_budget_and_have_modules():
     assert all(claim.least_s < claim.most_s <= check.BUDGET_S for claim in check.CLAIMS)
 
 
-def test_without_the_gpu_environment_one_line_says_what_to_do(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("toolkit", "compiler", "said"),
+    [(None, "g++", check.NO_ENVIRONMENT), (Path("/cuda"), "no-such-g++", check.NO_COMPILER)],
+)
+def test_what_is_missing_is_told_in_one_line(
+    toolkit: Path | None,
+    compiler: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
-    monkeypatch.setattr(check, "toolkit", lambda environment: None)
+    monkeypatch.setattr(check, "toolkit", lambda environment: toolkit)
+    monkeypatch.setattr(check, "choose_kernels", lambda cuda: Kernels(True, True, ()))
+    monkeypatch.setattr(driver, "COMPILER", compiler)
     with pytest.raises(SystemExit) as ended:
         check.check_environment([])
     assert ended.value.code == 2
-    assert capsys.readouterr().err == check.NO_ENVIRONMENT + "\n"
+    assert capsys.readouterr().err == f"gpu_ready: {said}\n"
 
 
 def test_a_part_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]):

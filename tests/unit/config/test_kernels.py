@@ -1,5 +1,7 @@
 """Which kernels a machine gets, by what is installed."""
 
+import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ from megatron_opd.config import kernels
 from megatron_opd.config.kernels import choose_kernels
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.errors import UserError
+from sglang_bridge.toolkit import CACHE_VARIABLE
 
 TE, FUSED, APEX = "transformer_engine", "fused_weight_gradient_mlp_cuda", "amp_C"
 
@@ -73,4 +76,21 @@ def test_the_check_says_what_the_configuration_chose(given, words, monkeypatch):
     monkeypatch.setattr(check, "has_gpu", lambda: True)
     learner = LearnerConfig.model_validate({"megatron": given})
     config: Any = SimpleNamespace(learner=learner, run=SimpleNamespace(deterministic=False))
-    assert dict(check.kernel_rows(config, moe=False))["weight gradients here"] == words
+    rows = dict(check.kernel_rows(config, moe=False))
+    assert rows["weight gradients here"] == words
+    assert rows["servers compile by"] == check.compiler_words(os.environ)
+
+
+def test_the_check_says_whether_a_first_start_compiles(tmp_path: Path):
+    home, cache = tmp_path / "cuda", tmp_path / "cache"
+    kernel = cache / "sm90a" / "norm" / "build-1" / "deps-2" / "norm.so"
+    environment = {"CUDA_HOME": str(home), CACHE_VARIABLE: str(cache)}
+    assert check.compiler_words(environment) == check.NO_TOOLKIT
+    for file in (home / "bin" / "nvcc", kernel):
+        file.parent.mkdir(parents=True)
+    (home / "bin" / "nvcc").touch()
+    assert check.compiler_words(environment) == f"{home}/bin/nvcc; in {cache} {check.NOT_KEPT}"
+    bare = environment | {"PATH": str(tmp_path)}
+    assert check.compiler_words(bare).endswith("which needs gcc and c++ on PATH: install g++")
+    kernel.touch()
+    assert check.compiler_words(environment) == f"{home}/bin/nvcc; in {cache} 1 kernels are kept"

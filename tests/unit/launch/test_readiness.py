@@ -2,14 +2,17 @@
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megatron_opd.launch import readiness
+from megatron_opd.launch.processes import Processes
 from megatron_opd.launch.readiness import StartingPart, all_ready, ready_now, servers_ready
 from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable
 from sglang_bridge.ports import free_port
+from sglang_bridge.server.compiling import SAID
 from tests.support.cli_cases import call, refused, small_config, tiny_models
 
 
@@ -60,13 +63,24 @@ def test_it_says_what_is_missing_and_ends_with_the_first_failure():
         soon = asyncio.sleep(0.01)
         waits: dict[str, Any] = {"a": never, "b": fails, "c": soon}
         parts = {name: StartingPart(wait, forever) for name, wait in waits.items()}
+        parts["a"] = StartingPart(never, forever, lambda: " (compiling)")
         with pytest.raises(RuntimeError, match="no"):
             await all_ready(parts, said.append, every_s=0.05)
         assert never.cancelled()
         assert len(asyncio.all_tasks()) == 1, "nobody is watched any more"
 
     asyncio.run(main())
-    assert set(said) == {"waiting for a, b"}
+    assert set(said) == {"waiting for a (compiling), b"}
+
+
+def test_a_server_says_which_kernels_it_compiles_meanwhile(tmp_path: Path):
+    server: Any = SimpleNamespace(name="student", url="", log_path=tmp_path / "log", exit_code=int)
+    server.wait_ready, server.cause = float, str
+    part: Any = Processes([server], None).parts(1)["student"]
+    part.ready.close()
+    assert part.progress() == ""
+    server.log_path.write_text(f"{SAID}norm\n")
+    assert "1 so far, the last norm" in part.progress()
 
 
 def test_a_part_that_is_gone_again_ends_the_wait_for_the_others():

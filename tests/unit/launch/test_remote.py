@@ -9,6 +9,7 @@ import pytest
 from megatron_opd.launch.launcher import CannotPlace, Need, NodePlace, ProcessSpec
 from megatron_opd.launch.remote import RemoteLearnerProcess, RemoteServer
 from sglang_bridge.errors import PortInUse, ServerDied
+from sglang_bridge.server.compiling import SAID
 from tests.support.launching import Cluster
 
 ANSWERS = """
@@ -99,9 +100,9 @@ def test_a_server_that_ends_at_once_shows_its_log(cluster: Cluster, tmp_path: Pa
 
 
 def test_a_server_that_is_not_ready_in_time_is_ended(cluster: Cluster, tmp_path: Path):
-    one = server(cluster, tmp_path, WAITS, [])
+    one = server(cluster, tmp_path, f"print({SAID + 'norm'!r}, flush=True)\n{WAITS}", [])
     one.start()
-    with pytest.raises(ServerDied, match=r"was not ready within 0.6 s"):
+    with pytest.raises(ServerDied, match=r"was not ready within 0.6 s, .* compiled 1 kernels"):
         one.wait_ready(0.6)
     assert one.exit_code() is not None
 

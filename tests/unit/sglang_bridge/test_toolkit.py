@@ -1,13 +1,15 @@
 """Which CUDA compiler a server finds when it first starts."""
 
+import sys
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from sglang_bridge import toolkit as toolkits
 from sglang_bridge.server.spec import ServerSpec, server_env
-from sglang_bridge.toolkit import toolkit
+from sglang_bridge.toolkit import CACHE, CACHE_VARIABLE, kept_kernels, toolkit
 
 
 def a_toolkit(home: Path, *, links: bool = True) -> Path:
@@ -52,3 +54,31 @@ def test_a_server_is_told_where_it_lies(nvidia: Path, tmp_path: Path):
     assert server_env(spec, {"CUDA_HOME": mine})["CUDA_HOME"] == mine
     assert server_env(spec, {"CUDA_PATH": mine})["CUDA_HOME"] == mine
     assert "CUDA_HOME" not in server_env(spec, {"CUDA_PATH": str(tmp_path / "empty")})
+
+
+def test_a_server_finds_ninja_where_no_environment_is_active(nvidia: Path):
+    spec = ServerSpec(model_path="m", role="student", port=1)
+    own = str(Path(sys.executable).parent)
+    assert "PATH" not in server_env(spec, {"CUDA_HOME": "/none"})
+    a_toolkit(nvidia / "cu13")
+    assert server_env(spec, {"PATH": "/usr/bin:/bin"})["PATH"] == f"/usr/bin:/bin:{own}"
+    assert server_env(spec, {})["PATH"].endswith(f":{own}")
+
+
+def test_kernels_that_are_kept_are_counted(tmp_path: Path):
+    assert kept_kernels({CACHE_VARIABLE: str(tmp_path)}) == (tmp_path, 0)
+    for kernel in ("norm", "activation"):
+        leaf = tmp_path / "sm90a" / kernel / "build-1" / "deps-2"
+        leaf.mkdir(parents=True)
+        (leaf / f"{kernel}.so").touch()
+    (tmp_path / "sm90a" / "norm" / "build-1" / ".staging-3").mkdir()
+    assert kept_kernels({CACHE_VARIABLE: str(tmp_path)}) == (tmp_path, 2)
+    assert kept_kernels({})[0] == Path(CACHE).expanduser()
+
+
+def test_sglang_keeps_them_where_we_look():
+    package = find_spec("sglang")
+    assert package is not None
+    assert package.origin is not None
+    file = Path(package.origin).parent / "kernels/jit/utils/compile/cache.py"
+    assert f'envs.{CACHE_VARIABLE}.get() or "{CACHE}"' in file.read_text(encoding="utf-8")

@@ -143,7 +143,7 @@ def test_servers_elsewhere_are_reported_as_they_are(config: dict[str, Any]):
     assert line.startswith("learner.parallel.tp=1 and tp=4 of http://127.0.0.1:3:")
 
 
-def test_tables_and_json_and_plot(tmp_path: Path, config: dict[str, Any]):
+def test_tables_and_json(tmp_path: Path, config: dict[str, Any]):
     config["student"] |= {"tp": 2}
     figures = made_figures(config, RoutingGap(400, 8, 4))
     write_json(tmp_path / "figures.json", figures)
@@ -159,6 +159,11 @@ def test_tables_and_json_and_plot(tmp_path: Path, config: dict[str, Any]):
     assert "learner.parallel.tp=1 and student.tp=2" in printed
     assert "1 prompts got no response" in printed
     assert [each["tokens"] for each in figures["responses"]] == [3, 7, 11]
+
+
+def test_plots(tmp_path: Path, config: dict[str, Any]):
+    pytest.importorskip("matplotlib")
+    figures = made_figures(config, RoutingGap(400, 8, 4))
     for ending, head in ((".png", b"\x89PNG"), (".svg", b"<?xml")):
         draw(figures, tmp_path / f"gap{ending}")
         assert (tmp_path / f"gap{ending}").read_bytes().startswith(head)

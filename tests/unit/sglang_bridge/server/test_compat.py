@@ -55,7 +55,10 @@ def test_the_table_is_of_the_installed_sglang():
     assert sglang_options.table() == options.TABLE.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("target", [*hooks.TARGETS, *hooks.GATE_TARGETS, *hooks.CPU_TARGETS])
+@pytest.mark.parametrize(
+    "target",
+    [*hooks.TARGETS, *hooks.GATE_TARGETS, *hooks.CPU_TARGETS, *hooks.CUDA_TARGETS],
+)
 def test_every_hooked_function_exists(target: str):
     assert callable(resolve(target))
 
@@ -70,6 +73,7 @@ def test_every_hooked_function_exists(target: str):
         (hooks.EXPERT_CHOICE, ["topk_ids", "topk_weights"]),
         (hooks.EXPERT_CAPTURE, ["topk_config", "layer_id", "topk_ids"]),
         (hooks.INPUT_LOGPROBS, ["self", "pruned_states"]),
+        (hooks.BUILD_LOCK, ["scope"]),
     ],
 )
 def test_the_arguments_we_rely_on(target: str, expected: list[str]):

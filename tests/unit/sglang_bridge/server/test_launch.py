@@ -23,6 +23,7 @@ from sglang_bridge.errors import PortInUse, ServerDied
 from sglang_bridge.ports import free_port
 from sglang_bridge.proof import proof
 from sglang_bridge.server import files, launch
+from sglang_bridge.server.compiling import SAID
 from sglang_bridge.server.launch import ServerProcess, running_states
 from sglang_bridge.server.spec import ServerSpec, server_env
 from sglang_bridge.server.workers import EXIT_WORKER_DIED, cause_of_death
@@ -176,6 +177,15 @@ def test_a_server_that_never_answers_is_given_up_and_ended(monkeypatch, tmp_path
     process = start_script(monkeypatch, tmp_path / "log", "import time; time.sleep(60)")
     with pytest.raises(ServerDied, match="was not ready within"):
         process.wait_ready(0.3)
+    assert running_states(process.pid) == []
+
+
+def test_one_that_compiles_has_more_time_and_names_the_kernels(monkeypatch, tmp_path: Path):
+    script = f"print({SAID + 'norm'!r}, flush=True); import time; time.sleep(60)"
+    process = start_script(monkeypatch, tmp_path / "log", script)
+    wait_for(process.log_path, "norm")
+    with pytest.raises(ServerDied, match="anew while it compiled 1 kernels, the last norm;"):
+        process.wait_ready(0.2)
     assert running_states(process.pid) == []
 
 
