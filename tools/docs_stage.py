@@ -99,7 +99,8 @@ def code_page(source: Path) -> str:
 
 def folder_page(source: Path) -> str:
     """A page that lists the files of a folder, as Markdown that is still to be staged."""
-    lines = [f"* [{path.name}]({path.name})" for path in sorted(source.iterdir())]
+    found = sorted(path for path in source.iterdir() if path.name != "__pycache__")
+    lines = [f"* [{path.name}]({path.name})" for path in found]
     return f"{UNLISTED}# {source.relative_to(ROOT)}\n\n" + "\n".join(lines) + "\n"
 
 

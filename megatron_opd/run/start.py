@@ -10,8 +10,6 @@ from typing import Any
 
 from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.data_workers.pool import WorkerPool
-from megatron_opd.environments.settings import environment_host, player
-from megatron_opd.errors import UserError
 from megatron_opd.evaluation.summary import summary_of
 from megatron_opd.fleet.admission import ServerAdmission
 from megatron_opd.fleet.clients import close_fleets, make_fleet
@@ -20,6 +18,7 @@ from megatron_opd.fleet.ends import Close
 from megatron_opd.fleet.guards import RunGuard, make_guard, while_alive
 from megatron_opd.fleet.startup import ServedModel, all_up, join_role, start_all, watch_elsewhere
 from megatron_opd.fleet.supervisor import Supervisor
+from megatron_opd.inputs.environments import playing
 from megatron_opd.inputs.teachers import check_teachers
 from megatron_opd.inputs.verifiers import judging
 from megatron_opd.launch.data_workers import DataWorkers
@@ -69,8 +68,8 @@ async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStac
     guard = make_guard(ready.processes, ready.memory, ready.remote, supervisor)
     checks = await _check_teachers(ready, fleets, guard)
     ready.directory.take_over()
-    playing = await _playing(ready, watches)
-    sampling = _sampling(ready, fleets, pool, supervisor, playing)
+    plays = await watches.enter_async_context(playing(config, ready.prepared.turns))
+    sampling = _sampling(ready, fleets, pool, supervisor, plays)
     elastic = Elastic(
         config, fleets, supervisor, ready.processes, admission.admit, sampling.remove_server, say
     )
@@ -184,30 +183,16 @@ async def _check_teachers(ready: Ready, fleets: Fleets, guard: RunGuard) -> list
     return lines
 
 
-async def _playing(ready: Ready, watches: AsyncExitStack) -> Playing | None:
-    """Start what plays trajectories, None without an environment. Raises UserError."""
-    config, encoder = ready.config, ready.prepared.turns
-    if config.environment is None or encoder is None:
-        return None
-    host = environment_host(config.environment)
-    try:
-        await watches.enter_async_context(host)
-        most, tools = config.rollout.max_new_tokens, bool(host.tools)
-        return Playing(host, player(config.environment, encoder, most, tools=tools))
-    except ValueError as error:
-        raise UserError(str(error)) from None
-
-
 def _sampling(
     ready: Ready,
     fleets: Fleets,
     pool: WorkerPool | None,
     supervisor: Supervisor,
-    playing: Playing | None,
+    plays: Playing | None,
 ) -> SampleSource:
     """Return what samples for the run. Raises UserError."""
     config, prepared, resumed = ready.config, ready.prepared, ready.resumed
     if config.sites.members:
         state = state_of(resumed)
         return SitesOfRun(config, prepared, ready.remote, fleets, state, ready.say)
-    return OwnServers(ready, fleets, pool, supervisor.lose, playing)
+    return OwnServers(ready, fleets, pool, supervisor.lose, plays)

@@ -50,6 +50,7 @@ ELSEWHERE = {
     "beside training, or after it": "run.checkpoints run.work_watch",
     "what notices a fault": "launch.health",
     "before the run": "run.pipeline",
+    "of runs whose student speaks with an environment": "inputs.environments",
 }
 """Modules whose awaits are none of a run's start, and why."""
 ROOMS = ("run", "fleet", "launch", "inputs")

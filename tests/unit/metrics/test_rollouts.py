@@ -15,6 +15,7 @@ from megatron_opd.metrics.rollouts import RolloutRecord, spread
 from megatron_opd.records.types import Batch, HeldRollout, HeldSample, Sample, VersionSpan
 from tests.support.fakes import Figures, held_rollout, make_prompt, make_rollout, make_sample
 from tests.support.recorded_run import record
+from tests.support.trajectories import trajectory
 
 
 def decode(ids: Sequence[int]) -> str:
@@ -46,11 +47,25 @@ def test_a_row_holds_what_a_reader_needs(tmp_path: Path):
         "drop_detail": None,
         "spans": [[3, 0, 2], [4, 2, 3]],
         "prompt": "<0><1><2>",
+        "given": [],
         "tokens": ["<4>", "<4>", "<4>"],
         "sampler_logp": [-0.5, -0.5, -0.5],
         "teacher_logp": [0.0, -0.25, -0.5],
     }
     assert "-0.0" not in (tmp_path / "rollouts.jsonl").read_text()
+
+
+def test_a_row_of_several_turns_says_what_was_given_between(tmp_path: Path):
+    rollout = trajectory(3, [[(2, 1), (2, 2)], [(1, 1)]]).rollout
+    first, second = rollout.sequences
+    kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 1)
+    scores = np.full(rollout.num_ids, -0.5, np.float32)
+    kept.trained(Batch(2, 2, (Sample(rollout, scores),)), Figures(), 0.0, 1.0)
+    kept.close()
+    (row,) = rows_of(tmp_path / "rollouts.jsonl")
+    assert row["prompt"] == decode(first[:2].tolist())
+    assert row["given"] == [[1, decode(first[3:5].tolist())], [3, decode(second[:1].tolist())]]
+    assert row["tokens"] == [decode([i]) for i in rollout.response_ids_T.tolist()]
 
 
 def test_without_a_teacher_there_are_no_scores(tmp_path: Path):
