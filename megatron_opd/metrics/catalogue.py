@@ -18,6 +18,7 @@ from megatron_opd.metrics.dictionary.rollout import ROLLOUT
 from megatron_opd.metrics.dictionary.selection import SELECTION
 from megatron_opd.metrics.dictionary.sites import SITES
 from megatron_opd.metrics.dictionary.teacher import HEALTH, TEACHER
+from megatron_opd.metrics.dictionary.turns import TURNS
 from megatron_opd.metrics.dictionary.weight_sync import WEIGHT_SYNC
 from megatron_opd.metrics.metric import Metric
 
@@ -25,7 +26,7 @@ Group = Literal["train", "rollout", "teacher", "perf", "weight_sync", "eval"]
 """What a column is about; sinks that group columns name it GROUP/COLUMN."""
 BY_GROUP: Mapping[Group, tuple[Mapping[str, Metric], ...]] = {
     "train": (LEARNER, MISMATCH),
-    "rollout": (ROLLOUT, SELECTION, SITES),
+    "rollout": (ROLLOUT, TURNS, SELECTION, SITES),
     "teacher": (TEACHER, HEALTH),
     "perf": (PERF,),
     "weight_sync": (WEIGHT_SYNC,),

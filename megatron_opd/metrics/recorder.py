@@ -24,6 +24,7 @@ from megatron_opd.metrics.sinks import Sink
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.totals import RunTotals
+from megatron_opd.metrics.turns import turn_columns
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.metrics.window import COLUMNS, SyncWindow
 from megatron_opd.records.types import AnyRollout, AnySample, Batch
@@ -292,4 +293,5 @@ def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | 
         "samples_without_teacher": sum(not sample.has_scores for sample in batch.samples),
         "distinct_ids_per_token": cache.distinct_ids_per_token,
         "cache_bytes_per_token": cache.bytes_per_token,
+        **turn_columns(rollouts),
     }

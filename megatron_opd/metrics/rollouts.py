@@ -66,7 +66,7 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
     unix_time_s: float
     spans: list[tuple[int, int, int]]
     prompt: str | None
-    given: list[tuple[int, str]]
+    given: list[tuple[int, str]] = []
     tokens: list[str]
     sampler_logp: list[float]
     teacher_logp: list[float] | None

@@ -206,6 +206,9 @@ def test_a_student_guesses_turn_by_turn(
     assert summary["samples_consumed"] == 16
     assert summary["samples_in_flight"] == 0
     bounded("opd run: max |p_learner - p_sampler|", summary["probs_diff_max"], 1e-4, "turns")
+    for row in done.rows:
+        assert 1 < row["turns_mean"] <= 3
+        assert row["given_tokens_mean"] > row["turns_mean"]
     rows = [json.loads(line) for line in (done.run_dir / "rollouts.jsonl").open()]
     trained = [row for row in rows if row["version"] is not None]
     assert len(trained) == 16

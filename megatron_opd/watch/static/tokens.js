@@ -41,7 +41,10 @@ export class TokenView {
     });
     const begins = new Set(row.spans.slice(1).map(([, start]) => start));
     this.begins = begins;
-    this.box.append(...this.elements);
+    // what an environment said stands before the token that follows it, and is no token
+    const given = new Map(row.given);
+    this.box.append(...this.elements.flatMap((element, i) =>
+      given.has(i) ? [make("span", { class: "given", title: "given, not sampled" }, ...visible(given.get(i))), element] : [element]));
     this.by = make("select", { "aria-label": "colour tokens by" },
       ...[["difference", "teacher − student"], ["student", "student's surprise"], ["teacher", "teacher's surprise"], ["version", "version"]]
         .filter(([value]) => row.teacher_logp || !["difference", "teacher"].includes(value))

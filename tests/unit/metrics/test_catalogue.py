@@ -20,7 +20,7 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Depths, Phase, WeightSyncReport
-from megatron_opd.records.types import Batch
+from megatron_opd.records.types import Batch, TurnFigures
 from megatron_opd.sites.figures import SiteFigures, SitesNow, columns
 from megatron_opd.transport.messages import UpdateMetrics
 from tests.support.fakes import make_sample
@@ -52,7 +52,7 @@ def whole_metrics() -> UpdateMetrics:
 
 
 def whole_row() -> dict[str, Any]:
-    """The row of an update with every feature on: two teachers, rewards, a curriculum, sites."""
+    """The row of an update with every feature on: teachers, rewards, curriculum, turns, sites."""
     sink = Rows()
     watch = TeacherWatch({"teacher": 16, "maths": 16}, alarm=False, stop_after=0)
     totals = RunTotals(group_size=2)
@@ -64,7 +64,7 @@ def whole_row() -> dict[str, Any]:
     for uid in range(2):
         sample = make_sample(uid)
         prompt = replace(sample.rollout.prompt, teacher=("teacher", "maths")[uid])
-        rollout = replace(sample.rollout, prompt=prompt)
+        rollout = replace(sample.rollout, prompt=prompt, turns=(TurnFigures(1.0, 1.0),))
         samples.append(replace(sample, rollout=rollout, reward=float(uid)))
     batch = Batch(0, 0, tuple(samples))
     recorder.trained(batch, whole_metrics(), 0.0, 1.0)
