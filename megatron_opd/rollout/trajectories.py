@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import numpy as np
 
@@ -25,7 +24,7 @@ from megatron_opd.records.sequences import end_to_end, joined_draws
 from megatron_opd.records.types import Prompt, Rollout, TurnFigures, VersionSpan
 from megatron_opd.rollout.generator import RolloutGenerator, SampledTurn, TurnFleet, TurnStart
 from sglang_bridge.errors import BadReply
-from sglang_bridge.protocol import DrawCache
+from sglang_bridge.protocol import DrawCache, RolloutReply
 
 ENDED_BY_LIMIT = "length"
 """The finish_reason of a trajectory that a limit of section environment ended."""
@@ -95,6 +94,20 @@ def _row_of(prompt: Prompt, seed: int) -> EnvironmentRow:
     return EnvironmentRow(asked, prompt.answer, seed)
 
 
+def _spans(replies: Sequence[RolloutReply]) -> tuple[VersionSpan, ...]:
+    """Return which versions sampled the turns' tokens, end to end."""
+    found: list[VersionSpan] = []
+    start = 0
+    for reply in replies:
+        for version, first, last in reply.spans:
+            begin = start + first
+            if found and found[-1].version == version:
+                begin = found.pop().start
+            found.append(VersionSpan(version, begin, start + last))
+        start += len(reply.output_ids_T)
+    return tuple(found)
+
+
 def as_trajectory(
     prompt: Prompt,
     played: Played,
@@ -113,12 +126,6 @@ def as_trajectory(
         if reply.draws is None:
             raise BadReply(f"{reply.url}: a turn of prompt {prompt.uid} came back without draws")
         draws.append(reply.draws)
-    starts = accumulate((run.num_tokens for run in built.runs), initial=0)
-    spans = tuple(
-        VersionSpan(version, first + start, last + start)
-        for reply, start in zip(replies, starts, strict=False)
-        for version, first, last in reply.spans
-    )
     # the last turn of a sequence read all of it: its reply has the experts of every input
     last = {run.sequence: replies[run.turn] for run in built.runs}
     ended = "stop" if played.ended == "done" else ENDED_BY_LIMIT
@@ -127,7 +134,7 @@ def as_trajectory(
         sequences=built.sequences,
         runs=built.runs,
         draws=joined_draws(draws),
-        spans=spans,
+        spans=_spans(replies),
         finish_reason=ended,
         started_s=started_s,
         finished_s=finished_s,

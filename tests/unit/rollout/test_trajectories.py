@@ -145,7 +145,11 @@ def test_a_trajectory_is_what_was_sampled_turn_by_turn():
         assert own.tolist() == [-2.0 * t - ids[0] for t in range(len(ids))]
         tokens = rollout.versions_T()[first : first + len(ids)].tolist()
         assert tokens == [number, *[number + 1] * (len(ids) - 1)]
-    assert VersionSpan(1, 0, 1) == rollout.spans[0]
+    edges = [1, starts[1] + 1, starts[2] + 1, starts[3]]
+    versions = [1, 2, 3, 4]  # one turn ends with the version that the next one begins with
+    firsts = [0, *edges[:-1]]
+    spans = zip(versions, firsts, edges, strict=True)
+    assert rollout.spans == tuple(VersionSpan(*map(int, span)) for span in spans)
     assert rollout.experts_XLk is not None
     assert len(rollout.experts_XLk) == len(ids_S) - 1
     assert (rollout.experts_XLk == 3).all(), "of the last turn, which read all inputs"
