@@ -27,6 +27,7 @@ from megatron_opd.sim.planner.demand import Window
 from megatron_opd.sim.planner.plan import known_gpu, make_plan, pins_of, task_of
 from megatron_opd.sim.planner.result import Plan, throughput
 from megatron_opd.sim.planner.search import SearchResult
+from megatron_opd.sim.simulate import check_simulated
 
 EVERY_S = 10.0
 """Seconds between two lines of progress."""
@@ -48,6 +49,7 @@ def run_plan(
         raise UserError(f"--out: {out} exists already; choose another file or remove it")
     if trials is not None and trials < 0:
         raise UserError(f"--trials must be >= 0, got {trials}")
+    check_simulated(config)
     if config.evaluation.servers:
         raise UserError(
             "opd plan needs evaluation.servers 0, because every server that it plans is for "

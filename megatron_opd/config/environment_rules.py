@@ -40,11 +40,17 @@ def _beside(config: ConfigTree) -> list[tuple[str, Any, Any, str]]:
         ("workers.count", config.workers.count, 0, "as the controller plays trajectories itself"),
         (
             "evaluation.problems",
-            config.evaluation.problems,
+            _stated_problems(config),
             0,
-            "as evaluations ask for single answers; use opd eval for those",
+            "as evaluations ask for single answers; leave it out, or set it 0",
         ),
     ]
+
+
+def _stated_problems(config: ConfigTree) -> int:
+    """Return what a file says; left out it becomes 0 (defaults.py)."""
+    stated = "problems" in config.evaluation.model_fields_set
+    return config.evaluation.problems if stated else 0
 
 
 ENVIRONMENT_RULES: tuple[Rule, ...] = (_refused_beside,)

@@ -42,6 +42,15 @@ LIMITS = 0.9
 """Share of the time that a stage must work for the others to be said to wait for it."""
 
 
+def check_simulated(config: Config) -> None:
+    """Check that a run is one of single turns. Raises UserError."""
+    if config.environment is not None:
+        raise UserError(
+            "opd simulate and opd plan know no costs of section environment, got type "
+            f"{config.environment.type}; leave the section out to see the run of single turns"
+        )
+
+
 def run_simulation(
     config: Config,
     console: Console,
@@ -55,6 +64,7 @@ def run_simulation(
     costs_file: instead of config.simulation.costs. recorded: directory of the run that costs and
     lengths are fitted to instead.
     """
+    check_simulated(config)
     if recorded is None:
         costs, lengths = costs_of(config, costs_file), lengths_of(config)
     else:

@@ -10,7 +10,6 @@ from tests.support.config_files import MINIMAL, minimal
 GUESSING = {
     "data": MINIMAL["data"] | {"chat_template": True},
     "environment": {"type": "guess"},
-    "evaluation": {"problems": 0},
 }
 
 
@@ -35,6 +34,11 @@ def test_what_it_does_not_do_is_refused(changes: dict, words: str):
 def test_a_resolved_configuration_is_one_again():
     config = minimal(**GUESSING)
     assert Config.model_validate(config.model_dump()) == config
+
+
+def test_evaluations_are_off_unless_a_file_says_otherwise():
+    assert minimal(**GUESSING).evaluation.problems == 0
+    assert minimal().evaluation.problems > 0
 
 
 def test_waiting_trajectories_take_no_slots_of_the_schedule():

@@ -18,10 +18,15 @@ from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState, GroupMember, place
-from megatron_opd.controller.snapshot_codec import decode_state, encode_state
+from megatron_opd.controller.snapshot_codec import (
+    decode_member,
+    decode_state,
+    encode_member,
+    encode_state,
+)
 from megatron_opd.errors import UserError
 from megatron_opd.records.runs import SampledRun
-from megatron_opd.records.types import Sample
+from megatron_opd.records.types import Sample, TurnFigures
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.transport.samples import EncodedSample
 from tests.support.fakes import (
@@ -34,6 +39,7 @@ from tests.support.fakes import (
     make_sample,
 )
 from tests.support.schedules import planned
+from tests.support.trajectories import trajectory
 from tests.support.wire import config
 
 
@@ -238,6 +244,26 @@ def test_what_is_no_state_is_refused():
     line = [{"rollout": {"response_ids_T": b""}}]  # as format 1 had it
     with pytest.raises(ValueError, match="must have format 2, got 1"):
         decode_state(msgspec.msgpack.encode({"line": line, "format": 1}))
+
+
+def test_a_trajectory_is_kept_whole():
+    """Its sequences, runs, turns, reward and the conversation that its environment goes on with."""
+    sample = trajectory(4, [[(2, 3), (1, 2)], [(3, 1)]], routed=True, reward=0.5)
+    messages = ({"role": "user", "content": "2+2=", "name": "a"},)
+    prompt = replace(sample.rollout.prompt, messages=messages, tools=({"type": "function"},))
+    turns = (TurnFigures(1.0, 0.5, 2, 1, 7, 0.25), TurnFigures(2.0, 0.0))
+    rollout = replace(sample.rollout, prompt=prompt, turns=turns, reward=0.25)
+    found = decode_member(encode_member(place(replace(sample, rollout=rollout)))).sample
+    assert found is not None
+    assert found.rollout.runs == rollout.runs
+    assert found.rollout.turns == turns
+    assert (found.rollout.reward, found.reward) == (0.25, 0.5)
+    assert found.rollout.prompt.messages == messages
+    assert found.rollout.prompt.tools == ({"type": "function"},)
+    for ours, theirs in zip(found.rollout.sequences, rollout.sequences, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        assert ours.dtype == np.int32
+    np.testing.assert_array_equal(found.rollout.gates_XLk, rollout.gates_XLk)
 
 
 def test_more_holders_than_permits_are_a_broken_state():

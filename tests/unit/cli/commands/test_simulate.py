@@ -119,6 +119,10 @@ def test_lengths_of_a_recorded_run_are_drawn(config: Path, tmp_path: Path) -> No
         (["--set", "simulation.lengths.recorded=none"], "none/trace.json: No such file"),
         (["--set", "simulation.lengths.cv=1e200"], "cv: input should be less than or equal to"),
         (["--set", "teacher=null", "--set", "teachers={b: {model: m}}", *NAMED], "missing b"),
+        (
+            ["--set", "environment={type: guess}", "--set", "data.chat_template=true"],
+            "opd simulate and opd plan know no costs of section environment, got type guess",
+        ),
     ],
 )
 def test_mistakes_are_named_and_leave_nothing(
