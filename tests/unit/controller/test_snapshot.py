@@ -307,7 +307,9 @@ def test_a_state_that_cannot_have_been_is_refused(changes: dict, words: str):
 def test_a_state_nested_without_end_is_refused():
     """Before: RecursionError."""
     deep = encode_state(replace_line([place(make_prompt(7))]))
-    deep = deep.replace(b"\xa8metadata\x80", b"\xa8metadata\x81\xa1a" + b"\x91" * 5000 + b"\x90")
+    nested = b"\x91\x81\xa1a" + b"\x91" * 5000 + b"\x90"
+    assert b"\xa8messages\x90" in deep
+    deep = deep.replace(b"\xa8messages\x90", b"\xa8messages" + nested)
     with pytest.raises(ValueError, match="not a controller's state"):
         decode_state(deep)
 
