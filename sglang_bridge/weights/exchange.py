@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -106,7 +105,7 @@ def send(
         for message, tag in _tagged(messages):
             if outbox is not None and message.peer in lanes.takers:
                 for descriptor, landed in _legs(outbox, message, read, flight):
-                    with _with_peer(message.peer):
+                    with _WithPeer(message.peer):
                         rung = Rung(group, message.peer, descriptor)
                     flight.add(message.peer, rung, landed)
                 continue
@@ -114,7 +113,7 @@ def send(
             if slot.buffer is not None:
                 for place, view in zip(slot.places(), _read(message, read), strict=True):
                     place.copy_(view)
-            with _with_peer(message.peer):
+            with _WithPeer(message.peer):
                 work = post_send(group, slot.wire, message.peer, tag)
             flight.add(message.peer, work, partial(flight.free, slot))
         flight.end()
@@ -136,12 +135,12 @@ def receive(group: ProcessGroup, messages: Sequence[Message], device: torch.devi
                 flight.add(peer, _Turn(inboxes[peer], nbytes[peer]), _nothing)
                 continue
             slot = flight.slot(message)
-            with _with_peer(peer):
+            with _WithPeer(peer):
                 work = post_recv(group, slot.wire, peer, tag)
             flight.add(peer, work, partial(flight.unpack, slot))
         flight.end()
         for peer, inbox in inboxes.items():
-            with _with_peer(peer):
+            with _WithPeer(peer):
                 inbox.end()
 
 
@@ -202,7 +201,7 @@ def _inboxes(group: ProcessGroup, messages: Sequence[Message]) -> dict[int, Inbo
     for peer, listed in coming.items():
         places = ((view, message.dtype) for message in listed for view in message.views)
         nbytes = sum(message.nbytes for message in listed)
-        with _with_peer(peer):
+        with _WithPeer(peer):
             found[peer] = Inbox(group, peer, openers[peer], places, nbytes)
     return found
 
@@ -245,7 +244,7 @@ def relay(group: ProcessGroup, steps: Sequence[Message | PassedOn], device: torc
             if isinstance(step, Message):
                 message, tag = next(receipts)
                 slot = inward.slot(message)
-                with _with_peer(message.peer):
+                with _WithPeer(message.peer):
                     work = post_recv(group, slot.wire, message.peer, tag)
                 inward.add(message.peer, work, partial(inward.unpack, slot))
                 continue
@@ -256,7 +255,7 @@ def relay(group: ProcessGroup, steps: Sequence[Message | PassedOn], device: torc
             if slot.buffer is not None:
                 for place, view in zip(slot.places(), message.views, strict=True):
                     place.copy_(view)
-            with _with_peer(message.peer):
+            with _WithPeer(message.peer):
                 work = post_send(group, slot.wire, message.peer, tag)
             outward.add(message.peer, work, partial(outward.free, slot))
         inward.end()
@@ -339,7 +338,7 @@ class _Flight:
     def land(self) -> None:
         """Wait for the first that is on its way."""
         peer, work, landed = self._under_way.popleft()
-        with _with_peer(peer):
+        with _WithPeer(peer):
             await_work(self._group, work, self._device)
         self.landed += 1
         landed()
@@ -369,13 +368,23 @@ class _Flight:
         return is_there and view.is_contiguous()
 
 
-@contextmanager
-def _with_peer(peer: int) -> Iterator[None]:
-    """Make a failure of the group one of `peer`."""
-    try:
-        yield
-    except RuntimeError as error:
-        raise PeerLost(peer, said_plainly(error)) from None
+class _WithPeer:
+    """Makes a failure of the group inside one of `peer`, which keeps no group alive once handled.
+
+    Not a generator with contextlib.contextmanager: one that raises another error than came in is in
+    a cycle with that error from Python 3.12 on, and so are all frames between. They hold the group,
+    and a rank that leaves it would stay connected until Python's garbage collector runs.
+    """
+
+    def __init__(self, peer: int) -> None:
+        self._peer = peer
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            raise PeerLost(self._peer, said_plainly(error)) from None
 
 
 def said_plainly(error: BaseException) -> str:

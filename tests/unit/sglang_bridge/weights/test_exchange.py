@@ -1,6 +1,9 @@
 """Messages between threads over gloo: what arrives, in what order, through how much memory."""
 
+import gc
+import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -355,6 +358,43 @@ def test_a_peer_that_never_comes_is_an_error_within_the_timeout():
         waited_s = time.monotonic() - started
         assert waited_s > limit_s / 2
         bounded("a silent peer: error after (timeouts)", waited_s / limit_s, 6, silent)
+
+
+def passed_on(group: Any, messages: Sequence[Message], device: torch.device) -> None:
+    """Relay messages of rank 1 to rank 1, each once it is there."""
+    steps: list[Message | PassedOn] = []
+    for number, each in enumerate(messages):
+        steps += [each, PassedOn(each, number)]
+    relay(group, steps, device)
+
+
+@pytest.mark.parametrize("side", [send, receive, passed_on])
+@pytest.mark.parametrize("lost", ["before", "meanwhile"])
+def test_who_has_lost_a_peer_leaves_the_group_at_once(side: Callable[..., None], lost: str):
+    """Once nobody names the group, and not when garbage is collected: others wait for it."""
+    groups = gloo_groups(3, 30)
+    mine, other = weakref.ref(groups[0]), groups[2]
+    messages = [message(1, torch.zeros(16 * 2**20)) for _ in range(2)]
+    awaited = other.recv([torch.zeros(1, dtype=torch.uint8)], 0, 0)
+    # what is posted fails, or what is waited for
+    leaves = threading.Timer(0.1, groups.__setitem__, [1, None])
+    leaves.start()
+    if lost == "before":
+        leaves.join()
+    named = None
+    gc.disable()
+    try:
+        try:
+            side(groups[0], messages, CPU)
+        except PeerLost as error:  # pytest.raises would keep it, with its frames
+            named = error.peer
+        groups[0] = None  # type: ignore[call-overload]
+        assert named == 1
+        assert mine() is None, "something else holds the group"
+        with pytest.raises(RuntimeError, match=r"(?i)closed|reset"):
+            awaited.wait()
+    finally:
+        gc.enable()
 
 
 def test_names_and_views_that_differ_in_number_are_an_error():
