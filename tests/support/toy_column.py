@@ -59,7 +59,8 @@ def replies() -> list[DrawCache]:
 
 def _parsed(req: Any, ids: list[int]) -> DrawCache:
     payload = batches.find_record(req, draws.RECORD).payload()
-    meta = {"id": "r", "finish_reason": {"type": "stop"}, wire.PAYLOAD: [{wire.DRAWS: payload}]}
+    meta = {"id": "r", "finish_reason": {"type": "stop"}, "cached_tokens": 0}
+    meta |= {wire.PAYLOAD: [{wire.DRAWS: payload}]}
     request = RolloutRequest(rid="r", input_ids=[1], max_new_tokens=2, num_draws=4)
     found = parse_rollout(
         "http://a", {"output_ids": pack(np.array(ids)), "meta_info": meta}, request

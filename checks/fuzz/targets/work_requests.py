@@ -69,6 +69,8 @@ def oracle(body: bytes, arguments: dict[str, Any]) -> str | None:
         return "ids to score that cannot be read"
     if not 0 < record.temperature < math.inf:
         return "a temperature that is none"
+    if not all(0 <= edge <= len(ids) for run in runs for edge in run):
+        return "rows that are not of the input"
     places = [place for start, stop in runs for place in range(start, stop)]
     if not places or not 0 < places[0] <= places[-1] == len(ids) - 1:
         return "rows that are not of the input"
