@@ -77,8 +77,9 @@ def complete(config: dict[str, Any], family: Family) -> dict[str, Any]:
         raise ValueError(
             f"layer_types must name {full['num_hidden_layers']} layers, got {len(layers)}"
         )
-    # null means as many as heads, except where transformers' mixtures refuse it
-    if full["num_key_value_heads"] is None and (family.latent or not family.moe):
+    # null means as many as heads, except where transformers refuses it: mixtures, gated delta nets
+    refuses = (family.moe and not family.latent) or family.has_delta_net
+    if full["num_key_value_heads"] is None and not refuses:
         full["num_key_value_heads"] = full["num_attention_heads"]
     if family.moe:
         own, *others = family.experts_keys

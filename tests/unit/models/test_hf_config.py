@@ -214,6 +214,16 @@ def test_what_is_accepted_is_read_as_transformers_reads_it(config: dict[str, Any
 
 
 @pytest.mark.parametrize("family", PLAIN)
+def test_key_value_heads_that_are_null_are_read_as_transformers_reads_them(family: str):
+    """Before: those of Qwen3.5, which transformers refuses, were as many as heads."""
+    config = {"model_type": family, **SIZES, **BASE.get(family, {}), "num_key_value_heads": None}
+    ours, theirs = read(config)
+    if isinstance(ours, ModelSpec):
+        assert theirs is not None, "accepted, but transformers refuses it"
+        same(ours, theirs)
+
+
+@pytest.mark.parametrize("family", PLAIN)
 @pytest.mark.parametrize("key", [None, *sorted(VALUES)])
 def test_every_default_and_every_plain_value_is_accepted(family: str, key: str | None):
     plain = {
