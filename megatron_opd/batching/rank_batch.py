@@ -21,7 +21,7 @@ from megatron_opd.records.columns import (
     RankPlan,
 )
 from megatron_opd.records.runs import runs_fault
-from megatron_opd.records.sequences import inputs_of
+from megatron_opd.records.sequences import end_to_end, inputs_of
 from megatron_opd.records.types import ExpertArray, GateArray, Sample, SequenceInputs
 from sglang_bridge.columns import DrawColumns, arrays_of, axis_of, dtypes
 
@@ -77,8 +77,12 @@ def rank_inputs(
         length_B=np.array([len(s.ids_S) for s in sequences]),
         response_B=np.array([len(s.position_T) for s in sequences]),
         position_T=np.concatenate([s.position_T for s in sequences]),
-        experts_XLk=_joined([s.experts_XLk for s in sequences], "routed experts"),
-        gates_XLk=_joined([s.gates_XLk for s in sequences], "gate weights"),
+        experts_XLk=end_to_end(
+            [s.experts_XLk for s in sequences], "samples of a batch", "routed experts"
+        ),
+        gates_XLk=end_to_end(
+            [s.gates_XLk for s in sequences], "samples of a batch", "gate weights"
+        ),
         **arrays_of(groups, GroupColumns),
     )
     return _typed(inputs)
@@ -91,23 +95,6 @@ def _typed(batch: ColumnsT) -> ColumnsT:
         batch,
         **{name: np.ascontiguousarray(columns[name], COLUMNS[name]) for name in columns},
     )
-
-
-def _joined(found: Sequence[np.ndarray | None], what: str) -> np.ndarray | None:
-    """Join what samples hold of their inputs.
-
-    ValueError: only some samples have it, or it is of another kind.
-    """
-    arrays = [array for array in found if array is not None]
-    if not arrays:
-        return None
-    kinds = {(array.dtype, array.shape[1:]) for array in arrays}
-    if len(arrays) < len(found) or len(kinds) > 1:
-        raise ValueError(
-            f"the samples of a batch must all carry {what} of one model, or none of them: "
-            f"got {len(arrays)} of {len(found)}, {len(kinds)} kinds"
-        )
-    return np.ascontiguousarray(np.concatenate(arrays))
 
 
 def check_inputs(

@@ -51,6 +51,7 @@ class RowOutcome(NamedTuple):
         record, columns, teacher = self.record, rules.columns, rules.teacher_key
         if record is None or self.fault is not None or not len(self.ids_P):
             return None
+        chat = record[rules.prompt_key] if rules.keeps_chats else ""
         return Prompt(
             uid=uid,
             text=chat_text(record[rules.prompt_key]),
@@ -63,8 +64,8 @@ class RowOutcome(NamedTuple):
             row_id=next((record[key] for key in columns.names), None) or self.where,
             reward_weight=_weight(record, columns.reward_weight),
             teacher_weight=_weight(record, columns.teacher_weight),
-            messages=messages_of(record[rules.prompt_key]),
-            tools=tuple(map(dict, tools_of(record[rules.prompt_key]))),
+            messages=messages_of(chat),
+            tools=tuple(map(dict, tools_of(chat))),
         )
 
 

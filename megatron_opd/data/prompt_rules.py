@@ -22,6 +22,7 @@ class PromptRules:
     one. max_tokens: longest prompt. rendering: how prompts become text. continues: whether a chat
     may end with an assistant's message. max_bad_fraction: share of unusable rows above which the
     file is refused; rows that are only too long do not count. vocab_size: ids of the model.
+    keeps_chats: prompts hold the messages and tools of their rows, for an environment.
     """
 
     columns: Columns
@@ -31,6 +32,7 @@ class PromptRules:
     continues: bool = False
     max_bad_fraction: float = 0.0
     vocab_size: int | None = None
+    keeps_chats: bool = False
 
     @property
     def prompt_key(self) -> str:

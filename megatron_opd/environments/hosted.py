@@ -7,10 +7,7 @@ its trajectory nothing is left of it.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
-import subprocess
-import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from itertools import count
@@ -18,7 +15,7 @@ from typing import Any
 
 from megatron_opd.config.wording import line
 from megatron_opd.data.chats import Chat, RowChat
-from megatron_opd.data.verifiers.process import kill_tree
+from megatron_opd.data.verifiers.process import kill_tree, start_module
 from megatron_opd.environments.calls import Reply
 from megatron_opd.environments.failed import EnvironmentFailed
 from megatron_opd.environments.guarded import Answered, EnvironmentLimits, Partner
@@ -50,8 +47,6 @@ SEND_S = 60.0
 """Longest time in which a host takes a packet: it does nothing but fork and kill."""
 GRACE_S = 1.0
 """How much longer than its limit an answer may take to arrive from a busy machine."""
-# Many processes share the machine; a library that starts a thread per core would slow all down.
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
 class EnvironmentHost:
@@ -121,18 +116,7 @@ class _HostProcess:
     def __init__(self) -> None:
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "megatron_opd.environments.host"),
-                    *(str(theirs.fileno()), str(os.getpid())),
-                ],
-                env=_ENVIRONMENT | os.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            self._process = start_module("megatron_opd.environments.host", theirs)
 
     def set_up(self, setup: HostSetup) -> Sequence[Mapping[str, Any]]:
         """Name its environment, and return its tools. ValueError: it cannot be made."""

@@ -13,13 +13,13 @@ from typing import Any
 import msgspec
 
 from megatron_opd.data.chats import ChatMessage
+from megatron_opd.data.verifiers.messages import read_body, with_length
 from megatron_opd.environments.calls import Reply
 from megatron_opd.environments.guarded import Answered, EnvironmentLimits
 from megatron_opd.environments.protocol import EnvironmentRow
 
 PACKET_BYTES = 2**17
 """Largest message to or from the host, which a socket of Linux takes at once."""
-_LENGTH_BYTES = 4
 
 
 class HostSetup(msgspec.Struct, frozen=True, tag=True):
@@ -114,22 +114,14 @@ def unpacked(body: bytes) -> Message:
 
 def framed(message: Ask | HostAnswer) -> bytes:
     """Return a message as it goes through an environment's socket. Raises what msgspec does."""
-    body = _ENCODER.encode(message)
-    return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+    return with_length(_ENCODER.encode(message))
 
 
 async def read_ask(reader: asyncio.StreamReader) -> Ask:
     """Read the next question. EOFError: the run has closed the socket."""
-    return _ASKS.decode(await _read(reader, 2**32))
+    return _ASKS.decode(await read_body(reader, 2**32, "a question"))
 
 
 async def read_said(reader: asyncio.StreamReader, most_bytes: int) -> HostAnswer:
     """Read the next answer. EOFError: its process is gone; ValueError: this is no message."""
-    return _SAID.decode(await _read(reader, most_bytes))
-
-
-async def _read(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
-    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-    if length > most_bytes:
-        raise ValueError(f"an answer has at most {most_bytes} bytes, got {length}")
-    return await reader.readexactly(length)
+    return _SAID.decode(await read_body(reader, most_bytes, "an answer"))

@@ -275,6 +275,7 @@ def prompt_rules(config: Config, models: CheckedModels, *, heldout: bool) -> Pro
         continues=data.continue_assistant,
         max_bad_fraction=data.max_bad_fraction,
         vocab_size=student.vocab_size,
+        keeps_chats=config.environment is not None,
     )
 
 

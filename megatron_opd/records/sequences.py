@@ -105,13 +105,23 @@ def inputs_of(rollout: Rollout) -> SequenceInputs:
     return SequenceInputs(ids_S, position_T, rollout.experts_XLk, rollout.gates_XLk)
 
 
-def end_to_end(arrays: Sequence[np.ndarray | None]) -> np.ndarray | None:
-    """Join what sequences hold of their inputs. ValueError: only some do, or of another kind."""
-    found = [array for array in arrays if array is not None]
-    kinds = {(array.dtype, array.shape[1:]) for array in found}
-    if found and (len(found) < len(arrays) or len(kinds) > 1):
-        raise ValueError("the sequences of a sample must all carry routing of one model, or none")
-    return np.concatenate(found) if found else None
+def end_to_end(
+    found: Sequence[np.ndarray | None], whose: str = "sequences of a sample", what: str = "routing"
+) -> np.ndarray | None:
+    """Join what is held of inputs.
+
+    ValueError, which says whose and what: only some have it, or it is of another kind.
+    """
+    arrays = [array for array in found if array is not None]
+    if not arrays:
+        return None
+    kinds = {(array.dtype, array.shape[1:]) for array in arrays}
+    if len(arrays) < len(found) or len(kinds) > 1:
+        raise ValueError(
+            f"the {whose} must all carry {what} of one model, or none of them: "
+            f"got {len(arrays)} of {len(found)}, {len(kinds)} kinds"
+        )
+    return np.ascontiguousarray(np.concatenate(arrays))
 
 
 def _part(

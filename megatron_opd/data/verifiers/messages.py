@@ -69,16 +69,28 @@ _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
 
 def framed(message: Request | Reply) -> bytes:
     """Return a message as it goes through the socket."""
-    body = _ENCODER.encode(message)
+    return with_length(_ENCODER.encode(message))
+
+
+def with_length(body: bytes) -> bytes:
+    """Return bytes behind their length, which read_body reads."""
     return len(body).to_bytes(_LENGTH_BYTES, "big") + body
+
+
+async def read_body(reader: asyncio.StreamReader, most_bytes: int, what: str) -> bytes:
+    """Read the next bytes that with_length framed; what: names them in errors.
+
+    EOFError: the other end is gone; ValueError: there are more than `most_bytes`.
+    """
+    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
+    if length > most_bytes:
+        raise ValueError(f"{what} has at most {most_bytes} bytes, got {length}")
+    return await reader.readexactly(length)
 
 
 async def read_reply(reader: asyncio.StreamReader) -> Reply:
     """Read a worker's next message. EOFError: it is gone; ValueError: this is no message."""
-    length = int.from_bytes(await reader.readexactly(_LENGTH_BYTES), "big")
-    if length > MAX_REPLY_BYTES:
-        raise ValueError(f"a reply has at most {MAX_REPLY_BYTES} bytes, got {length}")
-    return _REPLIES.decode(await reader.readexactly(length))
+    return _REPLIES.decode(await read_body(reader, MAX_REPLY_BYTES, "a reply"))
 
 
 def receive_request(connection: socket.socket) -> Request:

@@ -37,6 +37,22 @@ GRACE_S = 0.2
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
 
+def start_module(module: str, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    """Start `python -m module`, which is given its end of a socket and this process's id.
+
+    It is a session of its own, whose output is discarded. OSError: it cannot be started.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+        env=_ENVIRONMENT | os.environ,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(theirs.fileno(),),
+        start_new_session=True,
+    )
+
+
 class WorkerProcess:
     """Starts one worker; must be made in the event loop's thread, with which the worker ends.
 
@@ -46,18 +62,7 @@ class WorkerProcess:
     def __init__(self, setup: Setup) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            self._process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "megatron_opd.data.verifiers.worker"),
-                    *(str(theirs.fileno()), str(os.getpid())),
-                ],
-                env=_ENVIRONMENT | os.environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,
-            )
+            self._process = start_module("megatron_opd.data.verifiers.worker", theirs)
         self.pid = self._process.pid
         self._opened = asyncio.get_running_loop().create_task(
             self._open(ours, setup), name=f"verifier worker {self.pid}"

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.objective import evaluate
 from tests.support.loss_cases import (
     SUPPORTS,
@@ -55,21 +56,26 @@ def test_parts_add_up_to_the_whole(sizes: list[int], cut: int, kind: dict):
         ), name
 
 
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["type"])
-def test_what_a_token_weighs(kind: dict):
-    """Responses of 1 and 4 tokens (and one of none), each token's loss 1."""
-    sample_T = torch.tensor([0, 2, 2, 2, 2])
-    one_T = torch.ones(5, dtype=torch.float64)
-    cache = ungrouped_cache(
+def of_losses_1(responses: list[int], **columns: torch.Tensor) -> Cache:
+    """A path cache of three responses, each token's loss 1. responses: of the tokens."""
+    one_T, at_T = torch.ones(len(responses), dtype=torch.float64), torch.arange(len(responses))
+    return ungrouped_cache(
         student_logp_N=(-one_T).requires_grad_(),
         sampler_logp_N=-one_T,
         teacher_logp_N=-2 * one_T,
         weight_N=one_T,
-        row_N=torch.arange(5),
-        path_T=torch.arange(5),
-        sample_T=sample_T,
+        row_N=at_T,
+        path_T=at_T,
+        sample_T=torch.tensor(responses),
         num_samples=3,
+        **columns,
     )
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["type"])
+def test_what_a_token_weighs(kind: dict):
+    """Responses of 1 and 4 tokens (and one of none), each token's loss 1."""
+    cache = of_losses_1([0, 2, 2, 2, 2])
     result = evaluate(estimator(support={"type": "path"}, reduction=kind), cache)
     (result.loss_sum / result.count).backward()
     expected = {
@@ -84,18 +90,8 @@ def test_what_a_token_weighs(kind: dict):
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind["type"])
 def test_what_a_token_of_several_sequences_weighs(kind: dict):
     """A sample of two sequences, of 1 and 3 tokens, and one of 2 tokens; each token's loss 1."""
-    one_T = torch.ones(6, dtype=torch.float64)
-    cache = ungrouped_cache(
-        student_logp_N=(-one_T).requires_grad_(),
-        sampler_logp_N=-one_T,
-        teacher_logp_N=-2 * one_T,
-        weight_N=one_T,
-        row_N=torch.arange(6),
-        path_T=torch.arange(6),
-        sample_T=torch.tensor([0, 1, 1, 1, 2, 2]),
-        share_B=torch.tensor([0.25, 0.75, 1.0], dtype=torch.float64),
-        num_samples=3,
-    )
+    shares = torch.tensor([0.25, 0.75, 1.0], dtype=torch.float64)
+    cache = of_losses_1([0, 1, 1, 1, 2, 2], share_B=shares)
     result = evaluate(estimator(support={"type": "path"}, reduction=kind), cache)
     (result.loss_sum / result.count).backward()
     expected = {
