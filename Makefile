@@ -9,6 +9,7 @@
 # gpu-ready  what can be proven of .venv-gpu without a GPU, within ten minutes; READY_OUT holds it
 #            gpu-ready-suites: the unit and the gloo suite on its versions; SUITES_OUT
 # gpu-lock   resolve requirements/gpu.lock anew
+# setup-verifiers  make .venv-verifiers, the Python of examples/verifiers
 # docs       the documentation site, in site/
 PYTHON ?= python3
 VENV := .venv
@@ -27,7 +28,7 @@ PYTEST_ARGS ?=
 # several ranks (tests/conftest.py)
 WORKERS := -n 2 --dist loadscope --no-loadscope-reorder
 
-.PHONY: setup demo demo-real test test-fast check bench docs setup-gpu gpu-check gpu-check-dry gpu-ready gpu-ready-suites gpu-lock clean
+.PHONY: setup demo demo-real test test-fast check bench docs setup-verifiers setup-gpu gpu-check gpu-check-dry gpu-ready gpu-ready-suites gpu-lock clean
 
 setup:
 	@$(PYTHON) tools/setup_venv.py $(VENV) $(PINS)
@@ -60,6 +61,13 @@ bench: setup
 docs: .venv-docs/ready
 	@.venv-docs/bin/python tools/docs_site.py site
 
+.venv-verifiers/ready: requirements/verifiers.lock
+	@$(PYTHON) -m venv .venv-verifiers
+	@.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
+	@touch $@
+
+setup-verifiers: .venv-verifiers/ready
+
 setup-gpu:
 	@$(PYTHON) tools/setup_venv.py $(GPU_VENV) $(GPU_PINS)
 
@@ -84,4 +92,4 @@ gpu-lock: setup
 	  --custom-compile-command "make gpu-lock"
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) .venv-docs build site *.egg-info
+	rm -rf $(VENV) $(GPU_VENV) .venv-docs .venv-verifiers build site *.egg-info

@@ -15,6 +15,8 @@ import psutil
 
 OPD = "megatron_opd"
 Given, Found = TypeVar("Given"), TypeVar("Found")
+SHOWN = 2000
+"""Last characters of the log of a process that failed."""
 END_S = 60.0
 """Longest wait in seconds for a process that was asked to end."""
 
@@ -58,4 +60,5 @@ def started(log: Path, *words: str, module: str = OPD) -> Iterator[subprocess.Po
 def ended(name: str, process: subprocess.Popen[bytes], log: Path, limit_s: float) -> None:
     """Wait until it has ended. RuntimeError: it failed. subprocess.TimeoutExpired."""
     if (code := process.wait(limit_s)) != 0:
-        raise RuntimeError(f"{name} ended with {code}: see {log}")
+        said = log.read_text(encoding="utf-8", errors="replace")[-SHOWN:]
+        raise RuntimeError(f"{name} ended with {code}:\n{said}")

@@ -43,11 +43,16 @@ def signal_at_end_of_parent(number: int) -> None:
     _LIBC.prctl(_PR_SET_PDEATHSIG, number)
 
 
+def adopt_orphans() -> None:
+    """Let Linux make this process the parent of those below it that lose theirs, from now on."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
     """Lets Linux make this process, meanwhile, the parent of those below it that lose theirs."""
     with _ADOPTING:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         try:
             yield
         finally:

@@ -37,6 +37,7 @@ IntArray = npt.NDArray[np.int32]
 OffsetArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 ExpertArray = npt.NDArray[np.unsignedinteger[Any]]
+GateArray = npt.NDArray[np.floating[Any]]
 
 FinishReason = Literal["stop", "stop_string", "length"]
 """An end token was sampled, a string of the request was, or the most tokens were."""
@@ -159,7 +160,7 @@ class RolloutReply:
     spans: tuple[tuple[int, int, int], ...]
     url: str = ""
     experts_XLk: ExpertArray | None = None
-    gates_XLk: FloatArray | None = None
+    gates_XLk: GateArray | None = None
     cached_tokens: int = 0
 
 

@@ -12,6 +12,7 @@ from sglang_bridge.columns import DrawColumns, dtypes
 
 WORK_ROUTE = "/bridge/generate"
 WORK_TYPE = "application/msgpack"
+SCORE_ROUTE = "/bridge/score"  # scores alone, as JSON (score_json.py)
 # which start a server is of, open like SGLang's own probe, and which runs it belongs to (claims.py)
 PROOF_ROUTE = "/ready/proof"
 # what a server that has not sampled its own first token answers there, and to all that would change
@@ -33,7 +34,7 @@ SCORE_TEMPERATURE = "bridge_score_temperature"
 SCORE_DRAWS = "bridge_score_draws"  # with SCORE_ATOMS, each absent = 0: select besides
 SCORE_ATOMS = "bridge_score_atoms"
 EXACT = "bridge_exact"  # of a cache or of scores: log-probs as float32
-PACKED = "bridge_packed"  # set by WORK_ROUTE alone, which can answer arrays
+PACKED = "bridge_packed"  # set by the routes of ours alone, which can answer arrays
 
 # reply: meta_info[PAYLOAD]
 PAYLOAD = "bridge"

@@ -49,6 +49,8 @@ NAVIGATION = {
         "roofline",
         "data_path",
         "weight_sync",
+        "teachers",
+        "scorer",
         "recovery",
         "fleet",
         "evaluation",

@@ -39,7 +39,7 @@ SETTINGS: Mapping[str, Any] = {
 }
 LONGEST_CALM_S = 4.0
 """A fault comes so long after an update beyond those that the last fault found, at the latest."""
-LIMIT_S = 240.0
+LIMIT_S = 600.0
 """A run that makes no update for so long does not come back."""
 LEFT_BEHIND_S = 20.0
 POLL_S = 0.05
@@ -77,6 +77,7 @@ class ChaosRun:
         seed: of the run and of the moments.
         own: a directory for it alone.
         restarts: whether lost parts may be started again.
+        more: settings besides.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class ChaosRun:
         own: Path,
         *,
         restarts: bool = True,
+        more: Mapping[str, Any] | None = None,
     ) -> None:
         self.machines = machines
         self.planned, self.luck, self.own = list(planned), random.Random(seed), own
@@ -105,6 +107,7 @@ class ChaosRun:
                 "teacher.max_restarts": limit,
                 "learner.max_restarts": limit,
             }
+            | dict(more or {})
         )
         self.left_behind: list[str] = []
         self.process = self._start()
@@ -177,7 +180,7 @@ class ChaosRun:
             found.extend([] if victim is None else [victim])
             return bool(found)
 
-        if not self._until(there) or len(updates_of(self.run_dir)) >= UPDATES:
+        if not self._until(there) or self._made_all():
             return None  # it trains no more
         lines, before, at_s = len(self._lines()), len(updates_of(self.run_dir)), time.monotonic()
         (victim,) = found
@@ -202,7 +205,11 @@ class ChaosRun:
             "lost_s": round(time.monotonic() - at_s, 2),
             "rolled_back": before - min(fewest),
             "said": lines,  # figures() puts what was said from there on
+            **victim.doing,
         }
+
+    def _made_all(self) -> bool:
+        return len(updates_of(self.run_dir)) >= self.settings["run.max_steps"]
 
     def _until(self, happened: Any) -> bool:
         """Wait; False: the run is over before. Stuck: no update for too long."""

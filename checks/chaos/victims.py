@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import psutil
 
@@ -15,7 +15,7 @@ import psutil
 class Fault:
     """One kind of fault. how: KILL or STOP.
 
-    who: student, teacher, learner, controller, or a node's raylet.
+    who: student, teacher, learner, controller, or what the run's Machines know besides.
     """
 
     who: str
@@ -43,10 +43,14 @@ STOPPED = ("student server", "teacher server", "learner rank")
 
 @dataclass(frozen=True, slots=True)
 class Victim:
-    """A process to be hurt, with others that share its fate. name: what it is, for the reader."""
+    """A process to be hurt, with others that share its fate. name: what it is, for the reader.
+
+    doing: figures of what it was busy with.
+    """
 
     name: str
     pids: tuple[int, ...]
+    doing: Mapping[str, int] = field(default_factory=dict[str, int])
 
     def hurt(self, how: str) -> None:
         """Send the signal to all of them; those that are gone already are."""

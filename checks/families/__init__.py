@@ -26,7 +26,7 @@ from safetensors.torch import load_file, save_file
 
 from harness.header import header
 from harness.tree import ROOT
-from megatron_opd.config.servers import TeacherConfig
+from megatron_opd.config.teacher import TeacherConfig
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.model_facts import check_exact, read_served
 from megatron_opd.inputs.served_rules import DELTA_NET, MEASURED, rope_settings, rope_type

@@ -26,7 +26,7 @@ from megatron_opd.launch import gpus
 from megatron_opd.launch.servers import make_spec
 from sglang_bridge.imports import keep_out
 from sglang_bridge.server.entry import NEVER_IMPORTED, arguments_for_device
-from sglang_bridge.server.spec import GATES_VARIABLE, ServerSpec, server_command
+from sglang_bridge.server.spec import ENABLED_VARIABLE, GATES_VARIABLE, ServerSpec, server_command
 
 EXAMPLES = ROOT / "examples" / "cluster"
 MIXTURES = ("four_nodes", "sixteen_nodes")
@@ -167,24 +167,23 @@ def hooks() -> tuple[int, list[str]]:
     from sglang.srt.plugins import load_plugins
 
     from sglang_bridge.server.compat.hooks import (
-        CUDA_TARGETS,
-        GATE_TARGETS,
-        TARGETS,
         require_hooks_in_place,
+        wanted,
     )
 
+    os.environ[ENABLED_VARIABLE] = "1"
     load_plugins()
-    wanted = (*TARGETS, *CUDA_TARGETS, *GATE_TARGETS)
+    targets = wanted(cuda=True, gates=True)
     try:
-        require_hooks_in_place(wanted)
+        require_hooks_in_place(targets)
     except RuntimeError as error:
         return 0, [str(error)]
     wrong = [] if current_platform.is_cuda() else [f"SGLang's platform is {current_platform}"]
     try:
         require_hooks_in_place((UNKNOWN_HOOK,))
     except RuntimeError:
-        return len(wanted), wrong
-    return len(wanted), [*wrong, f"the planted hook {UNKNOWN_HOOK} counts as in place"]
+        return len(targets), wrong
+    return len(targets), [*wrong, f"the planted hook {UNKNOWN_HOOK} counts as in place"]
 
 
 def planted(spec: ServerSpec) -> list[str]:

@@ -1,23 +1,24 @@
-"""What must hold of every schedule, over 100,000 random runs of the real controller.
+"""What must hold of every schedule, over 200,000 random runs of the real controller.
 
     python -m checks schedule_properties [--runs N] [--seed N] [--jobs N]
 
 A run is small and its clock virtual: a schedule of any type, order, in_flight policy and group
-size; stragglers, drops, groups that are dropped because their rewards are alike (selection.groups),
-servers that are lost and come back, weight syncs that are slow, lose a server, run beside updates
-or fail for good; prompts that run out in the middle of a batch; an end that comes early, and what
-follows it when the run is resumed. Checked: permits are conserved at
+size; in every second run trajectories of several turns, between which an environment answers, at
+once, late, or not at all; stragglers, drops, groups that are dropped because their rewards are
+alike (selection.groups), servers that are lost and come back, weight syncs that are slow, lose a
+server, run beside updates or fail for good; prompts that run out in the middle of a batch; an end
+that comes early, and what follows it when the run is resumed. Checked: permits are conserved at
 every moment; each prompt is consumed once or dropped for a counted reason, or waits where the run
-was told to end; no token is staler than the bound, or of weights to come; every group is whole;
-with order admission batches are in that order; without in_place no response is sampled across a
-weight sync; which groups are dropped for their rewards follows from the order of admission alone,
-and never more in a row than allowed; weight syncs come in order, the last one after the last
-update; nothing stalls.
+was told to end; no token is staler than the bound, or of weights to come, or older than the one
+before it; every group is whole; with order admission batches are in that order; without in_place no
+response, and no turn of a trajectory, is sampled across a weight sync; which groups are dropped for
+their rewards follows from the order of admission alone, and never more in a row than allowed;
+weight syncs come in order, the last one after the last update; nothing stalls.
 
 Controls must fail in some of their runs: permits returned at the end of an update and not when its
-weights are live; completion order without deadlines; dropped samples that keep their permits;
-groups judged in the order in which they were scored; and the checks with a bound that is one too
-small.
+weights are live; permits returned while an environment answers; completion order without deadlines;
+dropped samples that keep their permits; groups judged in the order in which they were scored; and
+the checks with a bound that is one too small.
 
 What it cannot say: anything about real processes (`fault_schedules`, `chaos`) or time.
 """
@@ -32,8 +33,15 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any, get_args
 
-from checks.schedule_properties.checks import Control, Leg, check, run_of
-from checks.schedule_properties.plans import plan_of
+from checks.schedule_properties.checks import (
+    Control,
+    Leg,
+    check,
+    goes_on_after_a_sync,
+    run_of,
+    splits_a_turn,
+)
+from checks.schedule_properties.plans import has_environment, plan_of
 from harness.case_rows import say
 from harness.processes import mapped
 from megatron_opd.controller.errors import LoopFailed
@@ -48,7 +56,7 @@ SAY_EVERY = 10_000
 def measure(options: Sequence[str] = (), *, least_controlled: int = LEAST_CONTROLLED) -> Tree:
     """Run them; how many held, what happened in those of each type, and the controls."""
     parser = argparse.ArgumentParser(prog="python -m checks schedule_properties")
-    parser.add_argument("--runs", type=int, default=100_000, metavar="N")
+    parser.add_argument("--runs", type=int, default=200_000, metavar="N")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes")
     arguments = parser.parse_args(list(options))
@@ -69,9 +77,14 @@ def measure(options: Sequence[str] = (), *, least_controlled: int = LEAST_CONTRO
             say(f"{seed - seeds[0] + 1}/{len(seeds)}, {len(failed)} failed")
     seconds = time.monotonic() - began_s
     some = seeds[: max(least_controlled, round(CONTROLLED * len(seeds)))]
+    played = [seed for seed in seeds if has_environment(seed)]
     return {
         "runs": len(seeds),
         "held": len(seeds) - len(failed),
+        "with_environment": {
+            "runs": len(played),
+            "held": len(played) - sum(f"{seed}" in failed for seed in played),
+        },
         "failed": failed,
         "runs_per_s": round(len(seeds) / seconds, 1),
         "types": {
@@ -138,6 +151,9 @@ def _figures(legs: list[Leg]) -> Tree:
         "resumed": len(legs) > 1,
         "failed_weight_syncs": last.failed,
         "incomplete_batches": INCOMPLETE_BATCH in last.accounting.dropped,
+        "environment_failures": sum(leg.servers.failures for leg in legs),
+        "synced_within_turns": sum(splits_a_turn(r) for leg in legs for r in leg.rollouts),
+        "synced_between_turns": sum(goes_on_after_a_sync(r) for leg in legs for r in leg.rollouts),
         "tight": staleness == bound,
         "staleness_less_bound": staleness - bound,
     }

@@ -11,13 +11,13 @@ from typing import Any, Literal
 from checks.schedule_properties.controls import broken
 from checks.schedule_properties.plans import Plan
 from checks.schedule_properties.world import (
+    TOKENS,
     Learner,
     Servers,
     Syncer,
     Teacher,
     make_prompt,
 )
-from megatron_opd.buffer.permits import staleness_versions
 from megatron_opd.buffer.spread import GroupRule
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.errors import LoopFailed
@@ -30,7 +30,12 @@ from megatron_opd.records.types import Batch, Prompt, Rollout, Sample
 from megatron_opd.sim.clock import run_virtual
 
 Control = Literal[
-    "early_permits", "no_deadlines", "kept_permits", "tight_bound", "verdicts_as_scored"
+    "early_permits",
+    "no_deadlines",
+    "kept_permits",
+    "permits_of_turns",
+    "tight_bound",
+    "verdicts_as_scored",
 ]
 LIMIT_S = 1e4
 """Virtual seconds after which a run that makes no progress has failed."""
@@ -123,9 +128,9 @@ class Leg:
     def staleness(self) -> list[int]:
         """Returns that of every sample's oldest token."""
         return [
-            staleness_versions(sample, batch.version)
+            batch.version - min(span.version for span in rollout.spans)
             for batch in self.witness.batches
-            for sample in batch.samples
+            for rollout in _of(batch)
         ]
 
 
@@ -145,7 +150,15 @@ def _leg(plan: Plan, state: ControllerState, end_s: float | None, control: Contr
         uids = itertools.count(state.next_uid)
         if plan.prompts is not None:
             uids = range(state.next_uid, plan.prompts)
-        ports = Ports(map(make_prompt, uids), servers, Teacher(plan), learner, sync, witness)
+        ports = Ports(
+            map(make_prompt, uids),
+            servers,
+            Teacher(plan),
+            learner,
+            sync,
+            witness,
+            hold=servers.turns,
+        )
         controller = Controller(plan.schedule, ports, state)
         broken(controller, control)
         faults = asyncio.create_task(servers.faults())
@@ -234,6 +247,9 @@ def _check_leg(leg: Leg, bound: int) -> None:
     assert [batch.update for batch in batches] == list(range(done, accounting.updates))
     assert all(batch.version == batch.update for batch in batches)
     assert max(leg.staleness, default=0) <= bound, "the bound on staleness is broken"
+    for rollout in leg.rollouts:
+        versions = [span.version for span in rollout.spans]
+        assert versions == sorted(versions), "a later token is of older weights"
     newest = [(max(s.version for s in r.spans), b.version) for b in batches for r in _of(b)]
     assert all(token <= learner for token, learner in newest), "a token of weights to come"
     ends_here = None if leg.failed else accounting.updates
@@ -256,7 +272,17 @@ def _check_leg(leg: Leg, bound: int) -> None:
         assert uids == sorted(uids), "not in the order of admission"
     if kind.in_flight != "in_place":
         assert all(sampling == 0 for _, sampling in leg.sync.at), "sampled during a weight sync"
-        assert all(len(rollout.spans) == 1 for rollout in leg.rollouts)
+        assert not any(map(splits_a_turn, leg.rollouts)), "a turn of two versions"
+
+
+def splits_a_turn(rollout: Rollout) -> bool:
+    """Return whether a weight sync came within a turn."""
+    return any(span.start % TOKENS for span in rollout.spans)
+
+
+def goes_on_after_a_sync(rollout: Rollout) -> bool:
+    """Return whether a weight sync came between two turns."""
+    return any(span.start and span.start % TOKENS == 0 for span in rollout.spans)
 
 
 def _of(batch: Batch) -> list[Rollout]:

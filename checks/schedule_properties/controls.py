@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from megatron_opd.buffer.completion import CompletionBuffer
-from megatron_opd.buffer.rejection import SampleRejected
+from megatron_opd.buffer.rejection import RolloutRejected, SampleRejected
 from megatron_opd.buffer.spread import GroupVerdict
 from megatron_opd.controller.controller import Controller
 from megatron_opd.records.types import Prompt
@@ -20,6 +20,8 @@ def broken(controller: Any, control: str | None) -> None:
         controller._buffer._musts = lambda: iter(())
     elif control == "kept_permits":
         controller._forget = _keeping(controller)
+    elif control == "permits_of_turns":
+        _release_while_answering(controller)
     elif control == "verdicts_as_scored" and controller._filter is not None:
         _judge_as_scored(controller._filter)
 
@@ -51,6 +53,23 @@ def _release_when_trained(controller: Any) -> None:
 
     permits.release = held
     controller._ports.learner.train = trained
+
+
+def _release_while_answering(controller: Any) -> None:
+    """Let a trajectory hold a permit only while a turn of it is sampled (R1)."""
+    permits, servers = controller._permits, controller._ports.rollout
+    answer = servers.answer
+
+    async def answered(uid: int) -> None:
+        permits.release([uid])
+        try:
+            await answer(uid)
+        except RolloutRejected:
+            await permits.acquire(uid)
+            raise
+        await permits.acquire(uid)
+
+    servers.answer = answered
 
 
 def _keeping(controller: Controller) -> Any:

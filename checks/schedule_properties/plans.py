@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -33,14 +34,30 @@ def _never(uid: int) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
+class Answers:
+    """Says how the environment of a run's trajectories answers their turns.
+
+    turns: of a trajectory, by uid. seconds: of an answer. fails: whether it fails after this turn.
+    slots: turns that are sampled at once; while the environment answers, none is taken.
+    """
+
+    turns: Callable[[int], int]
+    seconds: Callable[[], float]
+    fails: Callable[[int], bool]
+    slots: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """Says how a run goes; seconds are virtual.
 
-    rollout_s, score_s: by uid. train_s: by update. sync_s: by version. loses, rejects: whether this
-    rollout, this score is to be dropped. down: (when, which server, for how long). losing_syncs:
-    versions whose weight sync loses a server on the way; fatal_sync: one that fails for good.
-    overlap: updates run beside weight syncs. prompts: how many there are; None: no end. end_s: when
-    it is told to end early; resumes: whether it goes on then. rewards: of a response, by uid.
+    rollout_s, score_s: by uid; of a trajectory, that of each turn. train_s: by update. sync_s: by
+    version. loses, rejects: whether this rollout, this score is to be dropped. down: (when, which
+    server, for how long). losing_syncs: versions whose weight sync loses a server on the way;
+    fatal_sync: one that fails for good. overlap: updates run beside weight syncs. prompts: how many
+    there are; None: no end. end_s: when it is told to end early; resumes: whether it goes on then.
+    rewards: of a response, by uid.
+    answers: what the environment of trajectories does; None: responses of a single turn.
     """
 
     schedule: Schedule
@@ -59,6 +76,12 @@ class Plan:
     end_s: float | None = None
     resumes: bool = False
     rewards: Callable[[int], float] = lambda uid: float(uid % 2)
+    answers: Answers | None = None
+
+
+def has_environment(seed: int) -> bool:
+    """Return whether the run of this seed is one of trajectories."""
+    return seed % 2 == 1
 
 
 def plan_of(seed: int) -> Plan:
@@ -103,7 +126,27 @@ def plan_of(seed: int) -> Plan:
         end_s=rng.uniform(0, span_s) if rng.random() < 0.2 else None,
         resumes=rng.random() < 0.7,
     )
-    return _filtered(plan, rng) if group_size > 1 and rng.random() < 0.5 else plan
+    if group_size > 1 and rng.random() < 0.5:
+        plan = _filtered(plan, rng)
+    return _with_environment(plan, rng) if has_environment(seed) else plan
+
+
+def _with_environment(plan: Plan, rng: random.Random) -> Plan:
+    """Return the run with trajectories of up to five turns, whose answers take no time or long."""
+    lot, most, answer_s = (
+        random.Random(rng.random()),
+        rng.randint(1, 5),
+        rng.choice((0.0, 0.5, 5.0)),
+    )
+    tail, slots = rng.choice((1.0, 30.0)), plan.schedule.rollout_slots
+    answers = Answers(
+        turns=lambda uid: lot.randint(1, most),
+        seconds=lambda: answer_s * (tail if lot.random() < 0.1 else lot.random()),
+        fails=plan.loses,
+        slots=slots,
+    )
+    schedule = replace(plan.schedule, rollout_slots=sys.maxsize)
+    return replace(plan, schedule=schedule, answers=answers, loses=_never)
 
 
 def _filtered(plan: Plan, rng: random.Random) -> Plan:

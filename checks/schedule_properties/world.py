@@ -1,8 +1,9 @@
 """Servers, teacher and learner of one run on a virtual clock, around the real controller.
 
-A rollout has four tokens, each labelled with the version of its server at that moment, so that a
-weight sync can split it. A server that goes down loses what it samples, which is sampled anew; one
-that comes back serves once it holds the live version.
+A turn has four tokens, each labelled with the version of its server at that moment, so that a
+weight sync can split it; a rollout is one turn, or several with an environment's answers between. A
+server that goes down loses the turns that it samples, which are sampled anew; one that comes back
+serves once it holds the live version. A trajectory goes back to the server of its turn before.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,21 +21,40 @@ import numpy as np
 
 from checks.schedule_properties.plans import Plan
 from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
+from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.metrics.types import WeightSyncReport
-from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.runs import SampledRun
 from megatron_opd.records.types import Batch, LearnerTurn, Prompt, Rollout, Sample, VersionSpan
 from sglang_bridge.protocol import DrawCache
 
-TOKENS = 4
-PROMPT_IDS, RESPONSE_IDS = np.arange(3, dtype=np.int32), np.full(TOKENS, 4, np.int32)
-LOGP = np.full(TOKENS, -0.5, np.float32)
-DRAWS = DrawCache(
-    offsets_T1=np.arange(TOKENS + 1, dtype=np.int64),
-    ids_N=RESPONSE_IDS,
-    weight_N=np.ones(TOKENS, np.float32),
-    sampler_logp_N=LOGP,
-    path_T=np.arange(TOKENS, dtype=np.int64),
-)
+TOKENS, GIVEN = 4, 2
+"""Sampled tokens of a turn, and given ones between two turns."""
+PROMPT_IDS = np.arange(3, dtype=np.int32)
+LOST = "lost"
+
+
+@cache
+def draws_of(turns: int) -> DrawCache:
+    """Return the cache of so many turns."""
+    count = turns * TOKENS
+    return DrawCache(
+        offsets_T1=np.arange(count + 1, dtype=np.int64),
+        ids_N=np.full(count, 4, np.int32),
+        weight_N=np.ones(count, np.float32),
+        sampler_logp_N=np.full(count, -0.5, np.float32),
+        path_T=np.arange(count, dtype=np.int64),
+    )
+
+
+@cache
+def sequence_of(turns: int) -> tuple[np.ndarray, tuple[SampledRun, ...]]:
+    """Return the ids of so many turns, and which of them were sampled."""
+    first, each = len(PROMPT_IDS), TOKENS + GIVEN
+    starts = [first + turn * each for turn in range(turns)]
+    runs = tuple(SampledRun(0, at, at + TOKENS, turn) for turn, at in enumerate(starts))
+    ids_S = np.full(runs[-1].stop, 4, np.int32)
+    ids_S[:first] = PROMPT_IDS
+    return ids_S, runs
 
 
 class SyncFailed(RuntimeError):
@@ -63,11 +85,16 @@ class Servers:
         self._plan = plan
         self._random = random.Random(0)
         self._changed = asyncio.Event()
-        self.restarts = 0
+        self.restarts = self.failures = 0
+        self.turns: Rollouts | None = None
+        self._slots = asyncio.Semaphore(1)
+        if plan.answers is not None:
+            self.turns = Rollouts(plan.schedule.in_flight, self)
+            self._slots = asyncio.Semaphore(plan.answers.slots)
 
     @property
     def sampling(self) -> int:
-        """Returns how many rollouts are being sampled."""
+        """Returns how many turns are being sampled."""
         return sum(server.sampling for server in self.all)
 
     @property
@@ -122,23 +149,53 @@ class Servers:
     async def generate(self, prompt: Prompt) -> Rollout:
         """Sample, and sample anew what is lost with its server."""
         clock = asyncio.get_running_loop().time
-        started_s, seconds, restarts = clock(), self._plan.rollout_s(prompt.uid), 0
-        while (versions := await self._sample(seconds)) is None:
-            restarts += 1
+        started_s, versions, restarts, server = clock(), list[int](), 0, None
+        answers = self._plan.answers
+        turns = 1 if answers is None else answers.turns(prompt.uid)
+        for turn in range(turns):
+            if turn:
+                await self.answer(prompt.uid)
+            sampled, server, again = await self._turn(prompt.uid, server)
+            versions += sampled
+            restarts += again
         self.restarts += restarts
         if self._plan.loses(prompt.uid):
-            raise RolloutRejected("lost")
-        starts = [i for i in range(TOKENS) if i == 0 or versions[i] != versions[i - 1]]
-        spans = tuple(
-            VersionSpan(versions[start], start, stop)
-            for start, stop in zip(starts, [*starts[1:], TOKENS], strict=True)
+            raise RolloutRejected(LOST)
+        ids_S, runs = sequence_of(turns)
+        draws, spans = draws_of(turns), _spans(versions)
+        return Rollout(
+            prompt, (ids_S,), runs, draws, spans, "stop", started_s, clock(), restarts=restarts
         )
-        rollout = single_turn(prompt, RESPONSE_IDS, DRAWS, spans, "stop", started_s, clock())
-        return replace(rollout, restarts=restarts)
 
-    async def _sample(self, seconds: float) -> list[int] | None:
+    async def answer(self, uid: int) -> None:
+        """Let the environment answer a turn, or fail."""
+        answers = self._plan.answers
+        assert answers is not None
+        await asyncio.sleep(answers.seconds())
+        if answers.fails(uid):
+            self.failures += 1
+            raise RolloutRejected(LOST)
+
+    async def _turn(self, uid: int, last: Server | None) -> tuple[list[int], Server, int]:
+        """Sample a turn, on the server of the one before it if that serves."""
+        seconds, restarts = self._plan.rollout_s(uid), 0
+
+        async def once() -> tuple[list[int], Server, int]:
+            nonlocal restarts
+            while (found := await self._sample(seconds, last)) is None:
+                restarts += 1
+            return *found, restarts
+
+        if self.turns is None:
+            return await once()
+        async with self._slots:
+            (versions, server, lost), aborted = await self.turns.counted(once)
+        return versions, server, lost + aborted
+
+    async def _sample(self, seconds: float, last: Server | None) -> tuple[list[int], Server] | None:
         await self.until(lambda: self.serving)
-        server = self._random.choice(self.serving)
+        again = last is not None and last.serving
+        server = last if last is not None and again else self._random.choice(self.serving)
         losses = server.losses
         server.sampling += 1
         try:
@@ -148,10 +205,19 @@ class Servers:
                 if server.losses != losses:
                     return None
                 versions.append(server.version)
-            return versions
+            return versions, server
         finally:
             if server.losses == losses:
                 server.sampling -= 1
+
+
+def _spans(versions: list[int]) -> tuple[VersionSpan, ...]:
+    found, start = list[VersionSpan](), 0
+    for version, tokens in groupby(versions):
+        stop = start + len(list(tokens))
+        found.append(VersionSpan(version, start, stop))
+        start = stop
+    return tuple(found)
 
 
 class Teacher:
@@ -165,7 +231,8 @@ class Teacher:
         await asyncio.sleep(self._plan.score_s(rollout.prompt.uid))
         if self._plan.rejects(rollout.prompt.uid):
             raise ScoreRejected("nan")
-        return Sample(rollout, LOGP, self._plan.rewards(rollout.prompt.uid))
+        logp_N = rollout.draws.sampler_logp_N
+        return Sample(rollout, logp_N, self._plan.rewards(rollout.prompt.uid))
 
 
 class Learner:
@@ -191,7 +258,7 @@ class Learner:
 
 
 class Syncer:
-    """Brings versions to the servers. at: (version, rollouts being sampled when it began)."""
+    """Brings versions to the servers. at: (version, turns being sampled when it began)."""
 
     def __init__(self, plan: Plan, servers: Servers, learner: Learner) -> None:
         self._plan, self._servers, self._learner = plan, servers, learner

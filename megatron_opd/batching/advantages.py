@@ -43,12 +43,14 @@ def group_columns(estimator: Estimator, samples: Sequence[AnySample], group_size
     """Compute the columns of a batch's sequences; a sample's group is its uid // group_size.
 
     A masked sample is part of its group's statistics; its own weights are 0. Raises ValueError
-    when the estimator reads rewards and a sample that it reads one of has none.
+    when the estimator reads rewards and a sample that it reads one of has none. Those of turns are
+    in no column of whole sequences (batching/turn_advantages.py).
     """
     prompts = [sample.rollout.prompt for sample in samples]
     reward_B = np.array([_shaped_reward(sample) for sample in samples], np.float64)
+    whole = estimator.credit == "trajectory"
     for prompt, reward in zip(prompts, reward_B, strict=True):
-        if np.isnan(reward) and estimator.needs_reward(prompt.reward_weight):
+        if whole and np.isnan(reward) and estimator.needs_reward(prompt.reward_weight):
             raise ValueError(f"sample {prompt.uid} has no reward")
     sizes = [sample.rollout.sizes for sample in samples]
     sample_R = np.repeat(np.arange(len(samples)), [len(own) for own in sizes])
@@ -88,8 +90,9 @@ def columns_of(
     reward = next((each for each in objectives if each.reward_advantage is not None), None)
     if reward is None or reward.reward_advantage is None:
         return columns
-    advantage_B = ADVANTAGES[reward.reward_advantage](reward_B, group_B)
-    columns = replace(columns, advantage_B=advantage_B[sample_R])
+    if estimator.credit == "trajectory":
+        advantage_B = ADVANTAGES[reward.reward_advantage](reward_B, group_B)
+        columns = replace(columns, advantage_B=advantage_B[sample_R])
     if not isinstance(reward, Gepo):
         return columns
     group_R = group_B[sample_R]

@@ -69,6 +69,8 @@ def check_batch(batch: RankBatch, *, vocab_size: int, num_experts: int, sampled:
     for name, column in arrays_of(batch, RankBatch).items():
         if column.dtype.kind == "f" and name not in MAY_BE_NAN:
             _finite(name, column)
+    if batch.turn_advantage_T is not None:
+        _finite("turn_advantage_T", batch.turn_advantage_T)
     _finite("sampler_logp_N", batch.sampler_logp_N if sampled else _path(batch))
     _not_negative("weight_N", batch.weight_N)
 

@@ -22,7 +22,13 @@ from megatron_opd.records.columns import (
 )
 from megatron_opd.records.runs import runs_fault
 from megatron_opd.records.sequences import end_to_end, inputs_of
-from megatron_opd.records.types import ExpertArray, GateArray, Sample, SequenceInputs
+from megatron_opd.records.types import (
+    ExpertArray,
+    GateArray,
+    Rollout,
+    Sample,
+    SequenceInputs,
+)
 from sglang_bridge.columns import DrawColumns, arrays_of, axis_of, dtypes
 
 ColumnsT = TypeVar("ColumnsT", bound=RankInputs)
@@ -34,10 +40,12 @@ def rank_batch(
     samples: Sequence[Sample],
     plan: RankPlan,
     groups: GroupColumns[DoubleArray] | None = None,
+    advantage_R: DoubleArray | None = None,
 ) -> RankBatch:
     """Return the columns of `samples`, of one sequence each; `plan` indexes into them.
 
-    groups: their rows; None where no reward is read. ValueError: arrays disagree.
+    groups: their rows; None where no reward is read. advantage_R: of their runs, end to end; None
+    where advantages are of whole trajectories. ValueError: arrays disagree.
     """
     groups = no_groups(len(samples)) if groups is None else groups
     for sample in samples:
@@ -57,8 +65,19 @@ def rank_batch(
         version_T=np.concatenate([r.versions_T() for r in rollouts]),
         ids_N=np.concatenate([d.ids_N for d in draws]),
         teacher_logp_N=np.concatenate([sample.teacher_logp_N for sample in samples]),
+        turn_advantage_T=_by_token(rollouts, advantage_R),
     )
     return _typed(batch)
+
+
+def _by_token(rollouts: Sequence[Rollout], advantage_R: DoubleArray | None) -> DoubleArray | None:
+    """Return what each token of the runs has. ValueError: it is not one of each run."""
+    if advantage_R is None:
+        return None
+    lengths = [run.num_tokens for rollout in rollouts for run in rollout.runs]
+    if len(advantage_R) != len(lengths):
+        raise ValueError(f"advantages must be of {len(lengths)} runs, got {len(advantage_R)}")
+    return np.repeat(advantage_R, lengths)
 
 
 def rank_inputs(

@@ -15,6 +15,7 @@ import numpy as np
 from megatron_opd.batching.advantages import group_columns, no_groups, rows_of
 from megatron_opd.batching.plan import BatchPlan, learner_plan
 from megatron_opd.batching.rank_batch import rank_batch
+from megatron_opd.batching.turn_advantages import turn_advantages
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.records.columns import DoubleArray, GroupColumns, RankBatch, RankPlan
@@ -59,7 +60,8 @@ def sequences_of(samples: Sequence[AnySample]) -> list[SampleSequence]:
 class Share:
     """Holds what one data-parallel rank gets of a batch; plan indexes into its sequences.
 
-    groups: the rows of these sequences. version: the learner's when it trains.
+    groups: the rows of these sequences. version: the learner's when it trains. advantage_R: of the
+    runs of these sequences; None where advantages are of whole trajectories.
     """
 
     update: int
@@ -67,11 +69,13 @@ class Share:
     plan: RankPlan
     sequences: tuple[SampleSequence, ...]
     groups: GroupColumns[DoubleArray]
+    advantage_R: DoubleArray | None = None
 
     def columns(self) -> RankBatch:
         """Return the columns of the sequences, end to end. ValueError: a sample is malformed."""
         samples = [each.alone() for each in self.sequences]
-        return rank_batch(self.update, self.version, samples, self.plan, self.groups)
+        groups, turns = self.groups, self.advantage_R
+        return rank_batch(self.update, self.version, samples, self.plan, groups, turns)
 
 
 def shares(
@@ -83,13 +87,15 @@ def shares(
     """
     plan = learner_plan([_lengths(sample) for sample in batch.samples], config)
     groups = group_columns(estimator, batch.samples, group_size)
+    turns = turn_advantages(estimator, batch.samples, group_size)
     sequences = sequences_of(batch.samples)
     found: list[Share] = []
     for rank in range(config.parallel.dp):
         held = held_sequences(plan, rank)
         own = tuple(sequences[i] for i in held)
         rows = rows_of(groups, held)
-        found.append(Share(batch.update, batch.version, rank_plan(plan, rank), own, rows))
+        own_R = None if turns is None else np.concatenate([turns[i] for i in held])
+        found.append(Share(batch.update, batch.version, rank_plan(plan, rank), own, rows, own_R))
     return found
 
 

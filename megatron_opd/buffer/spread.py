@@ -11,6 +11,8 @@ groups thrown away in a row up to g:
 
 So at most N groups in a row are thrown away, and sampling cannot go on for ever without a batch.
 
+With rewards of turns they are alike where those at every position are (records/turn_rewards.py).
+
 A group whose rewards are alike is thrown away at once where s_(g-1) < N whatever is found of the
 groups before it that are still on their way; else it waits for them. It cannot wait for ever: they
 were admitted before it, so that each of them is scored or broken in the end. Its last sample is
@@ -29,6 +31,7 @@ import msgspec
 
 from megatron_opd.config.selection import RewardSpread
 from megatron_opd.records.drops import ALL_RIGHT, ALL_WRONG, NO_REWARD_SPREAD
+from megatron_opd.records.turn_rewards import largest_difference, turn_rewards
 from megatron_opd.records.types import AnySample, Prompt
 
 Found = Literal["differ", "alike", "unjudged"]
@@ -43,11 +46,13 @@ class GroupRule:
     """Says which groups are judged by their rewards.
 
     spread: the limits. distils: whether the loss has terms that learn from something else, so that
-    only prompts without teacher_weight are judged.
+    only prompts without teacher_weight are judged. by_turn: the rewards of turns are compared, at
+    each position (environment.credit: turn).
     """
 
     spread: RewardSpread
     distils: bool = False
+    by_turn: bool = False
 
     def judges(self, prompt: Prompt) -> bool:
         """Tell whether rewards are all that the responses to a prompt are learnt from."""
@@ -88,7 +93,7 @@ class SpreadFilter:
         self._rule, self._size = rule, size
         self._next, self._in_a_row = state.next_group, state.in_a_row
         self._found: dict[int, Found] = dict(state.found)
-        self._rewards: dict[int, list[float | None]] = {}
+        self._members: dict[int, list[AnySample]] = {}
         self._waiting: dict[int, str] = {}
 
     @property
@@ -103,9 +108,9 @@ class SpreadFilter:
         return SpreadState(self._next, self._in_a_row, found)
 
     def add(self, sample: AnySample) -> None:
-        """Note the reward of a scored member."""
+        """Note a scored member."""
         group = sample.rollout.prompt.uid // self._size
-        self._rewards.setdefault(group, []).append(sample.reward)
+        self._members.setdefault(group, []).append(sample)
 
     def completed(self, prompt: Prompt) -> list[GroupVerdict]:
         """Decide about the group of a prompt, all of whose members were added.
@@ -114,7 +119,7 @@ class SpreadFilter:
         waited. Raises NothingToLearn.
         """
         group = prompt.uid // self._size
-        reason = self._reason(prompt, self._rewards.pop(group))
+        reason = self._reason(prompt, self._members.pop(group))
         if reason is None:
             judged = self._rule.judges(prompt)
             self._found[group] = "differ" if judged else "unjudged"
@@ -128,7 +133,7 @@ class SpreadFilter:
         waited = self._waiting.pop(group, None) is not None
         if group < self._next or (group in self._found and not waited):
             return []
-        self._rewards.pop(group, None)
+        self._members.pop(group, None)
         self._found[group] = "unjudged"
         return self._decide()
 
@@ -142,19 +147,27 @@ class SpreadFilter:
         open_groups = {uid // self._size for uid in unscored}
         if next_uid % self._size:
             open_groups.add(next_uid // self._size)
-        self._rewards = {g: rewards for g, rewards in self._rewards.items() if g in open_groups}
+        self._members = {g: own for g, own in self._members.items() if g in open_groups}
         if self._begins:
             self._next = min(open_groups, default=-(-next_uid // self._size))
             others = set(range(self._next, max(open_groups, default=0))) - open_groups
             self._found |= dict.fromkeys(others, "unjudged")
 
-    def _reason(self, prompt: Prompt, rewards: list[float | None]) -> str | None:
+    def _reason(self, prompt: Prompt, members: list[AnySample]) -> str | None:
         """Return why a group is to be thrown away, or None."""
-        known = [reward for reward in rewards if reward is not None]
-        if not self._rule.judges(prompt) or len(known) < len(rewards):
+        known = [sample.reward for sample in members if sample.reward is not None]
+        if not self._rule.judges(prompt):
             return None
-        if max(known) - min(known) > self._rule.spread.min_spread:
+        if self._rule.by_turn:
+            spread = largest_difference([turn_rewards(sample) for sample in members])
+        elif len(known) < len(members):
             return None
+        else:
+            spread = max(known) - min(known)
+        if spread > self._rule.spread.min_spread:
+            return None
+        if len(known) < len(members):  # a limit ended some before any reward
+            return NO_REWARD_SPREAD
         if min(known) >= 1:
             return ALL_RIGHT
         return ALL_WRONG if max(known) <= 0 else NO_REWARD_SPREAD

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_opd.checkpoint.part_dir import write_synced
-from megatron_opd.config.roles import STUDENT, Role
 from sglang_bridge.claims import Claim
 
 RUN_ID = "run.id"
@@ -34,10 +33,10 @@ class Claimant:
     run: str = field(default_factory=_random)
     process: str = field(default_factory=_random)
 
-    def claim(self, role: Role) -> Claim:
-        """Return the claim on a server of a role: a run writes its students' weights alone."""
+    def claim(self, *, writes: bool) -> Claim:
+        """Return the claim on a server. writes: its weights, and then it is this run's alone."""
         name = f"{self.what} (pid {os.getpid()} on {socket.gethostname()})"
-        return Claim(self.run, self.process, name, writes=role == STUDENT)
+        return Claim(self.run, self.process, name, writes=writes)
 
     def keep(self, directory: Path) -> None:
         """Write the id into the run's directory, for the next process. May raise OSError."""

@@ -22,12 +22,12 @@ from megatron_opd.errors import UserError
 from megatron_opd.inputs.models import (
     check_models,
 )
+from megatron_opd.sim.inputs import check_trajectories
 from megatron_opd.sim.planner.configs import chosen_tree
 from megatron_opd.sim.planner.demand import Window
 from megatron_opd.sim.planner.plan import known_gpu, make_plan, pins_of, task_of
 from megatron_opd.sim.planner.result import Plan, throughput
 from megatron_opd.sim.planner.search import SearchResult
-from megatron_opd.sim.simulate import check_simulated
 
 EVERY_S = 10.0
 """Seconds between two lines of progress."""
@@ -49,7 +49,7 @@ def run_plan(
         raise UserError(f"--out: {out} exists already; choose another file or remove it")
     if trials is not None and trials < 0:
         raise UserError(f"--trials must be >= 0, got {trials}")
-    check_simulated(config)
+    check_trajectories(config)
     if config.evaluation.servers:
         raise UserError(
             "opd plan needs evaluation.servers 0, because every server that it plans is for "

@@ -89,8 +89,6 @@ def left_out(config: ConfigTree) -> dict[str, Any]:
     possible = not config.student.urls and not BYPASSES.keys() & config.learner.megatron.keys()
     if not named and possible and is_coarse_mixture(config):
         chosen["learner.routing_replay"] = "rollout"
-    if config.environment is not None and "problems" not in config.evaluation.model_fields_set:
-        chosen["evaluation.problems"] = 0
     return chosen
 
 

@@ -63,6 +63,8 @@ NOT_THE_LEARNERS = (
     "sites.*",
 )
 """Keys that a learner does not read, or that may differ between it and its controller."""
+READ_BY_LEARNERS = ("teacher.source.*", "teachers.*.source.*")
+"""What a learner reads of sections that are not its own otherwise: it keeps averages."""
 SAMPLE_BYTES = 65_536
 
 
@@ -82,7 +84,11 @@ def learner_digests(config: ConfigTree) -> dict[str, str]:
     ValueError: the checkpoint cannot be read.
     """
     found = value_digests(config).items()
-    kept = {key: digest for key, digest in found if not matches(key, NOT_THE_LEARNERS)}
+    kept = {
+        key: digest
+        for key, digest in found
+        if matches(key, READ_BY_LEARNERS) or not matches(key, NOT_THE_LEARNERS)
+    }
     return kept | {MODEL: model_digest(config.student.model)}
 
 

@@ -8,13 +8,30 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
 from megatron_opd.config.import_path import BY_PATH, is_import_path, tag_of
-from megatron_opd.config.section import ByteCount, PositiveInt, Processes, Seconds, Section
+from megatron_opd.config.objective import Credit
+from megatron_opd.config.section import (
+    MAX_STOP_LENGTH,
+    ByteCount,
+    PositiveInt,
+    Processes,
+    Seconds,
+    Section,
+    Temperature,
+    Texts,
+)
 from megatron_opd.config.wording import shown
 
 ToolFormat = Literal[
     "hermes", "qwen3_coder", "llama3", "glm", "deepseek_v3", "deepseek_v31", "mistral", "gpt_oss"
 ]
 """Formats of tool calls; environments/formats.py has what they are."""
+
+
+def _each_once(names: Texts) -> Texts:
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"must name each column once, got {shown(twice)} twice")
+    return names
 
 
 class EnvironmentSection(Section):
@@ -24,9 +41,15 @@ class EnvironmentSection(Section):
     """Largest number of the student's turns; then the trajectory ends (max_turns). Raising it
     allows longer conversations, each turn of which waits for the environment."""
     max_tokens: PositiveInt = 8192
-    """Largest number of tokens of a trajectory, of its prompt, of what the environment said and of
-    what was sampled, over all its sequences; then it ends (max_tokens). Raising it takes memory for
-    the KV cache of the servers and for the learner's longest micro-batch."""
+    """Largest number of tokens of each sequence of a trajectory: of its prompt, of what the
+    environment said and of what was sampled. Then the trajectory ends (max_tokens); an agent may go
+    on in another sequence. Raising it takes memory for the KV cache of the servers and for the
+    learner's longest micro-batch."""
+    max_sampled_tokens: PositiveInt | None = None
+    """Largest number of tokens that are sampled in a trajectory, in all turns of all sequences;
+    then it ends (max_sampled_tokens). null: what max_turns, max_turn_tokens, max_tokens and
+    max_sequences allow. Raising it lets a trajectory work longer, and takes memory for the draws
+    of every token."""
     max_turn_tokens: PositiveInt | None = None
     """Largest number of tokens of one turn; a turn that reaches it ends the trajectory
     (max_turn_tokens). null: rollout.max_new_tokens."""
@@ -38,6 +61,17 @@ class EnvironmentSection(Section):
     """What happens where the chat template rewrites earlier turns, as Qwen3's drops their thoughts.
     append: the conversation stays as it was sampled; branch: it goes on as the template writes it,
     in another sequence of the same trajectory."""
+    credit: Credit = "trajectory"
+    """Whose reward the advantage of a sampled token follows from. trajectory: that of the whole
+    trajectory, the sum over its turns; turn: that which the environment gave the token's own turn,
+    compared with those of turns at the same position of the prompt's other trajectories, so that a
+    turn's reward acts on no other turn. A turn without a reward then has an advantage of 0, and so
+    has one that is alone at its position, where the objective compares."""
+    columns: Annotated[Texts, AfterValidator(_each_once)] = ()
+    """Columns of a row that the environment is given besides its prompt and answer, such as a
+    hidden goal or test cases, by name in EnvironmentRow.columns; null for a row without one. They
+    hold text, numbers, true, false, lists and mappings. Each takes memory with every prompt that
+    is held."""
     tool_format: ToolFormat | None = None
     """How the student writes tool calls. null: as its chat template does, or as the checkpoint's
     own response template says."""
@@ -58,15 +92,30 @@ class EnvironmentSection(Section):
         given = set(type(self).model_fields) - set(EnvironmentSection.model_fields) - {"type"}
         return self.model_dump(include=given)
 
+    @property
+    def branches(self) -> bool:
+        """Returns whether a trajectory may have several sequences, whatever the history is."""
+        return False
+
+    @property
+    def most_sequences(self) -> int:
+        """Returns the largest number of sequences of a trajectory."""
+        return self.max_sequences if self.branches or self.history == "branch" else 1
+
     @model_validator(mode="after")
     def _limits_have_an_effect(self) -> EnvironmentSection:
-        if self.max_turn_tokens is not None and self.max_turn_tokens > self.max_tokens:
-            raise ValueError(
-                "max_turn_tokens must be at most max_tokens, which counts all turns, got "
-                f"{self.max_turn_tokens} and {self.max_tokens}; raise max_tokens"
-            )
+        for key, counted in (
+            ("max_tokens", "all turns of a sequence"),
+            ("max_sampled_tokens", "all turns"),
+        ):
+            turn, most = self.max_turn_tokens, getattr(self, key)
+            if turn is not None and most is not None and turn > most:
+                raise ValueError(
+                    f"max_turn_tokens must be at most {key}, which counts {counted}, got {turn} "
+                    f"and {most}; raise {key}"
+                )
         default = type(self).model_fields["max_sequences"].default
-        if self.max_sequences != default and self.history == "append":
+        if self.max_sequences != default and self.most_sequences == 1:
             raise ValueError(
                 "max_sequences has no effect with history: append, which has one sequence; leave "
                 "it out, or set history: branch"
@@ -154,9 +203,61 @@ class GuessConfig(EnvironmentSection):
         return self
 
 
+class UserConfig(EnvironmentSection):
+    """Lets a model on a teacher's servers speak with the student, as a user who wants something.
+
+    The row's prompt says what. The row's verifier judges the text of the student's last turn.
+    """
+
+    type: Literal["user"] = "user"
+    teacher: str | None = None
+    """Name of the teacher whose servers play the user, `teacher` or one of `teachers`; they score
+    besides. null: the first one."""
+    instructions: str = (
+        "You are a user who talks to an assistant. This is what you want from it:\n\n{prompt}\n\n"
+        "Write what the user says next, in a sentence or two, and nothing else. Do not do the "
+        "assistant's work, and tell details only where it asks for them. When you have what you "
+        "want, or see that you will not get it, write {stop}"
+    )
+    """What the user is told before the conversation, as a system message. {prompt}, {answer} and
+    {stop} stand for the row's texts and for `stop`."""
+    opens: Literal["row", "user"] = "row"
+    """What the student reads first: the row's prompt, or what the user makes of its instructions.
+    With user each trajectory takes one more answer of the user's."""
+    greeting: str = "Hello! How can I help you today?"
+    """What the user reads first, as if the student had said it; the student never sees it."""
+    stop: Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)] = "[END]"
+    """Text with which the user ends the conversation; what it says beside it is not read."""
+    max_user_tokens: PositiveInt = 256
+    """Largest number of tokens of one turn of the user's, which is cut there. Raising it lets the
+    user say, or think, more."""
+    temperature: Temperature = 1.0
+    """Temperature at which the user's turns are sampled. Raising it makes users more varied, and
+    what they say less likely to make sense."""
+
+    @model_validator(mode="after")
+    def _has_no_process(self) -> UserConfig:
+        for key in ("memory_bytes", "message_bytes", "tool_format"):
+            found = getattr(self, key)
+            if found != type(self).model_fields[key].default:
+                raise ValueError(
+                    f"{key} has no effect with type: user, which has neither a process nor tools, "
+                    f"got {found}; leave it out"
+                )
+        return self
+
+
 def _is_a_class(value: str) -> str:
     if not is_import_path(value):
-        raise ValueError(f"must be calculator, python, guess or MODULE:CLASS, got {shown(value)}")
+        raise ValueError(
+            f"must be calculator, python, guess, user, agent or MODULE:CLASS, got {shown(value)}"
+        )
+    return value
+
+
+def _is_a_function(value: str) -> str:
+    if not is_import_path(value):
+        raise ValueError(f"must be MODULE:NAME of an async function, got {shown(value)}")
     return value
 
 
@@ -184,10 +285,45 @@ class OwnEnvironmentConfig(EnvironmentSection):
         return self.arguments
 
 
+class AgentConfig(EnvironmentSection):
+    """Lets a program of the user's speak with the student, through an OpenAI-compatible endpoint.
+
+    timeout_s is the longest time in which it neither waits for a turn nor returns, message_bytes
+    limits the body of a request, and max_sequences counts with either history: sub-agents and
+    edited histories are sequences of their own.
+    """
+
+    type: Literal["agent"] = "agent"
+    function: Annotated[str, AfterValidator(_is_a_function)]
+    """Import path, MODULE:NAME, of `async def run(base_url, api_key, row)`, which returns the
+    trajectory's reward, or None for that of the row's verifier."""
+    arguments: Annotated[dict[str, Any], AfterValidator(_is_plain)] = Field(default_factory=dict)
+    """Further keyword arguments with which it is called for every trajectory."""
+    interpreter: str | None = None
+    """Path of the Python that runs the function, 3.9 or newer: one with packages of its own. null:
+    the run's."""
+
+    @model_validator(mode="after")
+    def _a_trajectory_has_one_reward(self) -> AgentConfig:
+        if self.credit != "trajectory":
+            raise ValueError(
+                "credit must be trajectory with type: agent, whose function returns one reward, "
+                f"got {self.credit}; leave it out"
+            )
+        return self
+
+    @property
+    def branches(self) -> bool:
+        """Returns whether a trajectory may have several sequences, whatever the history is."""
+        return True
+
+
 EnvironmentConfig = Annotated[
     Annotated[CalculatorConfig, Tag("calculator")]
     | Annotated[PythonConfig, Tag("python")]
     | Annotated[GuessConfig, Tag("guess")]
+    | Annotated[UserConfig, Tag("user")]
+    | Annotated[AgentConfig, Tag("agent")]
     | Annotated[OwnEnvironmentConfig, Tag(BY_PATH)],
     Discriminator(tag_of("")),
 ]

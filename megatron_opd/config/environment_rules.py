@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_opd.config.environment import UserConfig
+from megatron_opd.config.selection import SoftPenalty
 from megatron_opd.config.tree import ConfigTree
+from megatron_opd.config.wording import listed, shown
 
 Rule = Callable[[ConfigTree], str | None]
 
@@ -22,7 +25,6 @@ def _refused_beside(config: ConfigTree) -> str | None:
 
 def _beside(config: ConfigTree) -> list[tuple[str, Any, Any, str]]:
     """Return (key, value, what it must be, why)."""
-    in_flight = config.schedule.in_flight
     return [
         (
             "data.chat_template",
@@ -31,26 +33,84 @@ def _beside(config: ConfigTree) -> list[tuple[str, Any, Any, str]]:
             "which writes what the environment says",
         ),
         (
-            "schedule.in_flight",
-            in_flight,
-            "in_place",
-            "as a weight sync goes on between and within the turns of a trajectory",
-        ),
-        ("sites.members", list(config.sites.members), [], "which sites do not play"),
-        ("workers.count", config.workers.count, 0, "as the controller plays trajectories itself"),
-        (
-            "evaluation.problems",
-            _stated_problems(config),
-            0,
-            "as evaluations ask for single answers; leave it out, or set it 0",
+            "data.continue_assistant",
+            config.data.continue_assistant,
+            False,
+            "which answers whole turns",
         ),
     ]
 
 
-def _stated_problems(config: ConfigTree) -> int:
-    """Return what a file says; left out it becomes 0 (defaults.py)."""
-    stated = "problems" in config.evaluation.model_fields_set
-    return config.evaluation.problems if stated else 0
+def _evaluated_turns(config: ConfigTree) -> str | None:
+    """Refuse evaluated turns that are longer than a turn may be."""
+    if config.environment is None:
+        return None
+    most = config.environment.max_turn_tokens or config.rollout.max_new_tokens
+    stated = {
+        "evaluation.max_new_tokens": config.evaluation.max_new_tokens,
+        **{
+            f"data.heldout.{n}.max_new_tokens": s.max_new_tokens
+            for n, s in config.data.heldout.items()
+        },
+    }
+    for key, wanted in stated.items():
+        if wanted is not None and wanted > most:
+            return (
+                f"{key} must be at most {most}, the longest turn with section environment, got "
+                f"{wanted}; raise environment.max_turn_tokens, which leaves rollouts at "
+                "rollout.max_new_tokens"
+            )
+    return None
 
 
-ENVIRONMENT_RULES: tuple[Rule, ...] = (_refused_beside,)
+def _credit(config: ConfigTree) -> str | None:
+    """Refuse rewards of turns where nothing, or something else, would read them."""
+    if config.environment is None or config.environment.credit == "trajectory":
+        return None
+    estimator, key = config.estimator, "environment.credit must be trajectory"
+    if not estimator.reads_reward:
+        return (
+            f"{key} with objective.type {config.objective.type}, which reads no reward, got turn; "
+            "use an objective from rewards, such as grpo"
+        )
+    for objective in estimator.objectives:
+        if objective.reads_reward and not objective.reads_turns:
+            return (
+                f"{key} with objective.type {getattr(objective, 'type', '')}, whose loss reads one "
+                "advantage a response, got turn; let it read cache.advantage_T and set its "
+                "class's reads_turns"
+            )
+    if isinstance(config.selection.overlong, SoftPenalty):
+        return (
+            f"{key} with selection.overlong.type soft_penalty, which is of a whole trajectory and "
+            "no turn's, got turn; use filter, mask or keep"
+        )
+    return None
+
+
+def _user(config: ConfigTree) -> str | None:
+    """Check that there is a teacher to play the user, whose servers are asked from here."""
+    if not isinstance(config.environment, UserConfig):
+        return None
+    elsewhere: list[tuple[str, Any, Any]] = [
+        ("workers.count", config.workers.count, 0),
+        ("sites.members", list(config.sites.members), []),
+    ]
+    for key, found, wanted in elsewhere:
+        if found != wanted:
+            return (
+                f"{key} must be {wanted} with environment.type user, as the controller itself asks "
+                f"the teacher's servers that play it, got {found}; leave it out"
+            )
+    name, known = config.user_teacher, list(config.all_teachers)
+    if name in known:
+        return None
+    if not known:
+        return (
+            "missing key 'teacher': environment.type user is played by a teacher's servers; add a "
+            "section teacher with a model or urls"
+        )
+    return f"environment.teacher must be one of {listed(known)}, got {shown(name)}"
+
+
+ENVIRONMENT_RULES: tuple[Rule, ...] = (_refused_beside, _evaluated_turns, _credit, _user)

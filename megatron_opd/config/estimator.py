@@ -14,7 +14,7 @@ from pydantic import model_validator
 
 from megatron_opd.config.corrections import CorrectionConfig, ImportanceCorrection
 from megatron_opd.config.import_path import is_import_path, load_class
-from megatron_opd.config.objective import CustomObjective, Objective, Use
+from megatron_opd.config.objective import Credit, CustomObjective, Objective, Use
 from megatron_opd.config.objectives import (
     Jsd,
     Mixture,
@@ -111,6 +111,8 @@ class Estimator(Section):
     """How the gap between learner and sampler is corrected; null: by the importance ratio."""
     reduction: ReductionConfig = TokenReduction()
     """How the losses of tokens become one number."""
+    credit: Credit = "trajectory"
+    """Whose reward the advantage of a token follows from; environment.credit of a run."""
 
     @property
     def terms(self) -> tuple[MixtureTerm, ...]:
@@ -134,7 +136,7 @@ class Estimator(Section):
     @property
     def use(self) -> Use:
         """Return what the objectives are used with."""
-        return Use(self.support, self.applied_correction)
+        return Use(self.support, self.applied_correction, self.credit)
 
     @property
     def reads_teacher(self) -> bool:

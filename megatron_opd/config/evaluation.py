@@ -80,12 +80,14 @@ class EvaluationConfig(Section):
     """Number of problems of each set, the first ones of its file; 0: no evaluation. Raising it
     narrows the error of the estimate and takes longer."""
     samples: PositiveInt = 4
-    """Number of responses per problem (k of avg@k; pass@k is estimated for its powers of two and
-    itself). Raising it lowers the variance of the estimate and takes longer in proportion."""
+    """Number of responses per problem, with section environment of trajectories (k of avg@k; pass@k
+    is estimated for its powers of two and itself). Raising it lowers the variance of the estimate
+    and takes longer in proportion."""
     temperature: Literal[0] | Temperature = 1.0
     """Divides the logits of evaluated samples; 0 decodes greedily. Higher is more diverse."""
     max_new_tokens: PositiveInt | None = None
-    """Largest number of tokens of an evaluated response; null takes rollout.max_new_tokens."""
+    """Largest number of tokens of an evaluated response, with section environment of a turn; null
+    takes rollout.max_new_tokens. Raising it cuts fewer and takes longer."""
     before: bool = True
     """Evaluates student and teachers before the first update. Costs problems * samples responses of
     each."""
@@ -99,8 +101,9 @@ class EvaluationConfig(Section):
     """Lets training wait for each evaluation of `every`, so that all its answers are of one
     version, and repeatable with run.deterministic. Costs their whole time."""
     concurrency: Concurrency = 16
-    """Largest number of evaluated responses in flight while the run trains; before and after it is
-    rollout.concurrency. Raising it ends an evaluation sooner and slows the rollouts beside it."""
+    """Largest number of evaluated responses, or turns of them, that are sampled at once while the
+    run trains; before and after it is rollout.concurrency. Raising it ends an evaluation sooner and
+    slows the rollouts beside it."""
     servers: NonNegativeInt = 0
     """Number of the student's servers that take no rollouts but evaluated responses, as long as
     other servers are left for the rollouts; 0: all servers take both. They get weights as the

@@ -19,14 +19,17 @@ from megatron_opd.config.trust import Line, NoTrust, TrustConfig
 RewardAdvantage = Literal[
     "reward", "group_mean", "group_std", "group_std_population", "leave_one_out"
 ]
+Credit = Literal["trajectory", "turn"]
+"""Whose reward an advantage follows from."""
 
 
 @dataclass(frozen=True)
 class Use:
-    """Holds the support and the correction that an objective is used with."""
+    """Holds what an objective is used with: support, correction, whose rewards it reads."""
 
     support: Support
     correction: Correction
+    credit: Credit = "trajectory"
 
     @property
     def level(self) -> Level:
@@ -72,14 +75,16 @@ class Objective(Section):
     """Says what an objective reads, where it comes from, and what it is used with.
 
     source: papers and equations. default_support, default_reduction: taken when none is named.
-    reads_reward, reads_teacher: what its loss is a function of. one_ratio_a_response: its trust
-    region acts on responses, not tokens. replaces_ratio: it has a weight in place of p / o.
+    reads_reward, reads_teacher: what its loss is a function of. reads_turns: of rewards, also of
+    those of turns (environment.credit). one_ratio_a_response: its trust region acts on responses,
+    not tokens. replaces_ratio: it has a weight in place of p / o.
     """
 
     source: ClassVar[str] = ""
     default_support: ClassVar[Support] = McSupport()
     default_reduction: ClassVar[Reduction] = TokenReduction()
     reads_reward: ClassVar[bool] = False
+    reads_turns: ClassVar[bool] = False
     one_ratio_a_response: ClassVar[bool] = False
     replaces_ratio: ClassVar[bool] = False
 
@@ -141,9 +146,10 @@ class CustomObjective(Objective):
 
     @property
     def reward_advantage(self) -> RewardAdvantage | None:
-        """Returns what `cache.advantage_B` is: the reward itself, where rewards are read at all.
+        """Returns what `cache.advantage_T` is: the reward itself, where rewards are read at all.
 
-        Override it for one that compares the responses of a group.
+        `cache.advantage_B` is the same by response, 0 with environment.credit: turn. Override it
+        for one that compares the responses of a group.
         """
         return "reward" if self.reads_reward else None
 

@@ -239,13 +239,18 @@ ADVANTAGE_TEXTS: dict[RewardAdvantage, str] = {
     "group (divisor G)",
     "leave_one_out": "A = R - mean of the others of the group",
 }
+TURN_TEXT = (
+    "R the reward of a token's own turn, A = 0 where it has none; the group: turns at the same "
+    "position of the prompt's trajectories"
+)
 
 
 class RewardObjective(Objective):
-    """Learns from rewards: the advantage of a response is shared by its tokens."""
+    """Learns from rewards: the advantage of a response, or of a turn, is shared by its tokens."""
 
     default_support: ClassVar[Support] = PathSupport()
     reads_reward: ClassVar[bool] = True
+    reads_turns: ClassVar[bool] = True
 
     advantage: RewardAdvantage = "group_std"
     """How a response's advantage follows from rewards. reward: the verifier's figure itself;
@@ -287,6 +292,10 @@ class RewardObjective(Objective):
     def formula(self, use: Use) -> list[Line]:
         """Lists the lines of its formula: label and text."""
         lines = [*self.weighed(use), ("advantage", ADVANTAGE_TEXTS[self.advantage])]
+        if use.credit == "turn":
+            lines.append(("credit", TURN_TEXT))
+            if self.one_ratio_a_response:
+                lines.append(("gradient", "of a token's ratio its own: GSPO-token (GSPO 4.3)"))
         lines += self.trust.notes()
         if self.kl is not None:
             lines += [

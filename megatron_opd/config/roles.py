@@ -1,13 +1,16 @@
 """Names the roles of SGLang servers after their config sections: student, teacher, teachers.NAME.
 
-A run has the teachers that its estimator reads: none of them when it learns from rewards alone.
+A run has the teachers that its estimator reads: none of them when it learns from rewards alone, but
+the one that plays the user (environment.type user).
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from megatron_opd.config.servers import ServerConfig
+from megatron_opd.config.sources import TeacherSource
 from megatron_opd.config.tree import ConfigTree, key_of_teacher
 from megatron_opd.config.wording import shown
 from megatron_opd.errors import UserError
@@ -21,15 +24,29 @@ TEACHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 def teacher_roles(config: ConfigTree) -> dict[str, Role]:
     """Return {name that prompts use: role} for the teachers that a run asks. Raises UserError."""
+    names: Iterable[str] = config.all_teachers
     if not config.estimator.reads_teacher:
-        return {}
-    for name in config.all_teachers:
+        names = () if config.user_teacher is None else (config.user_teacher,)
+    for name in names:
         if not TEACHER_NAME.fullmatch(name):
             raise UserError(
                 "teachers: a name must consist of letters, digits, '_', '.' and '-', got "
                 f"{shown(name)}"
             )
-    return {name: key_of_teacher(name) for name in config.all_teachers}
+    return {name: key_of_teacher(name) for name in names}
+
+
+def followers(config: ConfigTree) -> dict[Role, TeacherSource]:
+    """Return {role: source} for the teachers of a run whose weights the learner sends."""
+    sources = {
+        role: config.all_teachers[name].source for name, role in teacher_roles(config).items()
+    }
+    return {role: source for role, source in sources.items() if source.follows}
+
+
+def gets_weights(config: ConfigTree, role: Role) -> bool:
+    """Return whether the learner sends weights to the role's servers, which are one run's then."""
+    return role == STUDENT or role in followers(config)
 
 
 def all_roles(config: ConfigTree) -> tuple[Role, ...]:

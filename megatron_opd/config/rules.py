@@ -180,15 +180,16 @@ def _teachers(config: ConfigTree) -> str | None:
         return (
             "teachers must not hold the name 'teacher', which means the section teacher; rename it"
         )
-    if config.teachers and not estimator.reads_teacher:
+    scoring = [name for name in config.teachers if name != config.user_teacher]
+    if scoring and not estimator.reads_teacher:
         return (
             f"teachers has no effect: objective.type {config.objective.type} reads no teacher; "
             "leave it out"
         )
-    if config.teachers and config.data.teacher_key is None:
+    if scoring and config.data.teacher_key is None and not config.scoring.mixture:
         return (
             "data.teacher_key must name the column that says which of the teachers scores a "
-            "prompt, got null"
+            "prompt, got null; or let scoring.mixture weigh them"
         )
     if config.data.teacher_key is not None and not estimator.reads_teacher:
         return (
@@ -214,7 +215,8 @@ def _groups(config: ConfigTree) -> str | None:
 
 
 def _rewards(config: ConfigTree) -> str | None:
-    if config.estimator.reads_reward and config.data.task == "none":
+    judged = config.data.task != "none" or config.environment is not None
+    if config.estimator.reads_reward and not judged:
         return (
             f"data.task must name a verifier for objective.type {config.objective.type}, which "
             "learns from rewards, got 'none'; set math, exact or an objective without rewards"

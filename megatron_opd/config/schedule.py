@@ -73,7 +73,7 @@ class ScheduleConfig(Section):
     """What a weight sync does with responses that are being sampled. in_place: they wait, and go on
     with the new weights. keep: it waits until they are finished, and no new one begins. abort: they
     are thrown away and sampled anew, by the same random numbers (rollout.seeded); long ones meet
-    more weight syncs, see docs/schedules.md."""
+    more weight syncs, see docs/schedules.md. With an environment a response is a turn."""
     hold_batches: NonNegativeInt | None = None
     """Number of scored batches that must wait behind the one trained on (AsyncOPD App. B); fixes
     the staleness for studies. Null: max_staleness for controlled, 0 otherwise, which trains as soon

@@ -14,12 +14,24 @@ from megatron_opd.config.defaults import left_out
 from megatron_opd.config.environment_rules import ENVIRONMENT_RULES
 from megatron_opd.config.estimator import with_natural_parts
 from megatron_opd.config.evaluation_rules import EVALUATION_RULES
+from megatron_opd.config.mixture_rules import mixture_problem
 from megatron_opd.config.rules import METRIC_RULES, RULES, estimator_problem
 from megatron_opd.config.site_rules import SITE_RULES
+from megatron_opd.config.source_rules import SOURCE_RULES
+from megatron_opd.config.teacher_rules import TEACHER_RULES
 from megatron_opd.config.tree import ConfigTree
 
 REQUIRE_BATCHES = "require_batches"
-ALL_RULES = (*RULES, *EVALUATION_RULES, *SITE_RULES, *ENVIRONMENT_RULES, *METRIC_RULES)
+ALL_RULES = (
+    *RULES,
+    *TEACHER_RULES,
+    mixture_problem,
+    *EVALUATION_RULES,
+    *SITE_RULES,
+    *SOURCE_RULES,
+    *ENVIRONMENT_RULES,
+    *METRIC_RULES,
+)
 """The rules across sections, in the order in which the first broken one is told."""
 
 

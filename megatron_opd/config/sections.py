@@ -33,6 +33,7 @@ from megatron_opd.config.section import (
 )
 from megatron_opd.config.train_files import TrainFiles
 from megatron_opd.config.wording import shown
+from megatron_opd.records.mixtures import weights_fault
 from sglang_bridge.weights.formats import Grid
 
 DEFAULT_TEACHER = "teacher"
@@ -62,6 +63,7 @@ COLUMN_KEYS = (
     "prompt_key",
     "answer_key",
     "tools_key",
+    "teacher_prompt_key",
     "teacher_key",
     "task_key",
     "id_key",
@@ -108,8 +110,19 @@ class DataConfig(Section):
     answer_key: str = "answer"
     """Name of the column that holds the reference answer."""
     teacher_key: str | None = None
-    """Name of the column that names the teacher of a prompt (a key of `teachers`, or "teacher");
-    null: one teacher scores all prompts."""
+    """Name of the column that names the teacher of a prompt (a key of `teachers`, or "teacher"), or
+    holds a mixture of them, such as {"math": 0.7, "code": 0.3} (scoring.mixture); null: all prompts
+    are scored alike."""
+    teacher_prompt_key: str | None = None
+    """Name of the column that holds what the teacher reads instead of the prompt, text or messages
+    as prompt_key: such as the prompt with a solution, a hint or a rubric, which the student never
+    sees. It is rendered as prompts are, and the student's response follows it, id by id. For
+    self-distillation give teacher.model the student's. Costs the teacher the tokens of its prompt.
+    null: the teacher reads the student's prompt."""
+    without_teacher_prompt: Literal["score", "skip"] = "score"
+    """What becomes of rows whose column teacher_prompt_key is missing, null or blank: score, their
+    teacher reads the student's prompt, and a note counts them; skip: they are not used, and are
+    counted, but not as unusable ones (max_bad_fraction)."""
     reward_weight_key: str | None = None
     """Name of a column with a number >= 0 that multiplies the objective's terms from rewards on the
     responses to a prompt (1 where it is null or missing); 0: they learn from no reward and need no
@@ -192,6 +205,15 @@ class DataConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _only_a_column_is_lacked(self) -> DataConfig:
+        if self.teacher_prompt_key is None and self.without_teacher_prompt != "score":
+            raise ValueError(
+                "without_teacher_prompt needs teacher_prompt_key, the column that rows may lack, "
+                f"got {self.without_teacher_prompt} without it; set it or leave this out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _only_a_template_has_messages(self) -> DataConfig:
         if not self.chat_template:
             for key in ("system_prompt", "chat_template_kwargs", "continue_assistant"):
@@ -260,6 +282,11 @@ class ScoringConfig(Section):
     does not count. Raising it outlasts longer overload."""
     temperature: Temperature = 1.0
     """Divides the teacher's logits: q is softmax(logits / temperature). Raising it flattens q."""
+    mixture: dict[str, float] = Field(default_factory=dict[str, float])
+    """Weights of several teachers, by name, that score every prompt together, such as {math: 0.7,
+    code: 0.3}: q is the sum of weight * q of each. They sum to 1; a teacher of weight 0 is not
+    asked. A prompt's own mixture is data.teacher_key's. Empty: one teacher scores a prompt. Each
+    teacher more asks its servers for as many scores again, one teacher after the other."""
     guard: Guard = "refuse"
     """What to do about a teacher whose answers make no sense: a tokenizer other than the student's,
     scores that differ from the log-probs it samples with or from those of another program, or
@@ -272,6 +299,14 @@ class ScoringConfig(Section):
     """Number of consecutive updates with senseless answers of a teacher after which the run stops,
     with guard refuse; 0: it never stops and only warns. Raising it tolerates longer disturbances
     and wastes more updates on a broken teacher."""
+
+    @field_validator("mixture")
+    @classmethod
+    def _mixture_sums_to_one(cls, mixture: dict[str, float]) -> dict[str, float]:
+        fault = weights_fault(mixture) if mixture else None
+        if fault is not None:
+            raise ValueError(fault)
+        return mixture
 
 
 class BufferConfig(Section):

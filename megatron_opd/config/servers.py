@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated
 from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
@@ -24,8 +24,6 @@ from megatron_opd.config.wording import shown
 from sglang_bridge.listening import is_loopback
 from sglang_bridge.weights.formats import Format
 
-Trust = Literal["measured", "any"]
-
 
 class ServerConfig(Section):
     """Describes the SGLang servers of one role: the student (sampler) or a teacher."""
@@ -37,7 +35,8 @@ class ServerConfig(Section):
     requests at once and take that many times the memory."""
     urls: Texts = ()
     """Base URLs of servers that were started elsewhere, http(s)://HOST:PORT; then none are started
-    here. A student's are one run's at a time, a teacher's may be shared by many runs."""
+    here. A student's are one run's at a time, a teacher's may be shared by many runs unless it
+    follows the student (teacher.source)."""
     api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
     """Name of the environment variable that holds the servers' API key, sent with every request and
     given to servers started by `opd serve`; null: servers that `opd run` starts get a random key
@@ -163,16 +162,6 @@ class ServerConfig(Section):
         """Returns the fixed ports of the servers started here; empty when free ports are picked."""
         count = self.servers if self.base_port and not self.urls else 0
         return range(self.base_port, self.base_port + count)
-
-
-class TeacherConfig(ServerConfig):
-    """Describes the SGLang servers of a teacher, whose model no learner needs to know."""
-
-    trust: Trust = "measured"
-    """Which architectures may be served: measured, those whose scores equalled transformers'
-    (docs/families.md), or any that SGLang knows. scoring.guard looks at either: it compares scores
-    with sampling, and with a forward pass of transformers where there is room for one. any lets a
-    model in that SGLang may serve wrongly beyond the guard's short passages."""
 
 
 def is_local_url(url: str) -> bool:

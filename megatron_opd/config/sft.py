@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
@@ -18,6 +18,9 @@ from megatron_opd.config.section import (
 )
 from megatron_opd.config.sections import RunConfig
 from megatron_opd.config.wording import shown
+
+LossOn = Literal["all", "last"]
+"""Which answers of a chat are learnt."""
 
 
 class SftConfig(Section):
@@ -40,9 +43,13 @@ class SftConfig(Section):
     response_key: str = "response"
     """Name of the column that holds the response; only its tokens are trained on."""
     messages_key: str | None = None
-    """Name of the column that holds whole chats, instead of prompt_key and response_key: each of
-    their assistants' messages is an example, with the messages before it as its prompt. Needs
-    chat_template. A chat of n answers costs n examples. null: prompt_key and response_key."""
+    """Name of the column that holds whole chats, instead of prompt_key and response_key. Needs
+    chat_template. Each answer is learnt behind what the template writes before it; a chat is one
+    example, or several where the template rewrites earlier messages. null: prompt_key and
+    response_key."""
+    loss_on: LossOn = "all"
+    """Which assistants' messages of a chat are learnt: all, or the last alone, whose earlier ones
+    are then given. last learns less from as much computing. Needs messages_key."""
     chat_template: ChatTemplate = False
     """Renders prompts with a chat template as data.chat_template of `opd run` does: true, the
     tokenizer's; a path, that Jinja file; false, a prompt is its text. A response is then what the
@@ -52,11 +59,11 @@ class SftConfig(Section):
     chat_template_kwargs: TemplateKwargs = Field(default_factory=dict[str, Any])
     """Variables of the chat template, as data.chat_template_kwargs. Needs chat_template."""
     batch_size: PositiveInt = 64
-    """Prompt-response pairs per update. Raising it lowers the variance of the gradient and costs
+    """Examples per update. Raising it lowers the variance of the gradient and costs
     time per update in proportion."""
     validation: FilePath | None = None
-    """File of pairs, in the form of `train`, whose loss is measured and which are not trained on;
-    null: no validation."""
+    """File of examples, in the form of `train`, whose loss is measured and which are not trained
+    on; null: no validation."""
     validate_every: PositiveInt = 100
     """Number of updates between two validations; one more comes before the first update and one
     after the last. Lower measures more often and takes longer."""
@@ -77,6 +84,15 @@ class SftConfig(Section):
                     f"{key} needs chat_template: true or a file, got {shown(getattr(self, key))} "
                     "without it; set chat_template: true or leave it out"
                 )
+        return self
+
+    @model_validator(mode="after")
+    def _only_chats_have_several_answers(self) -> SftConfig:
+        if self.loss_on != "all" and self.messages_key is None:
+            raise ValueError(
+                f"loss_on must be all without messages_key, got {self.loss_on}: a response is "
+                "learnt whole; name the column of chats in messages_key, or leave it out"
+            )
         return self
 
     @model_validator(mode="after")

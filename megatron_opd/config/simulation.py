@@ -33,7 +33,31 @@ class LengthsConfig(Section):
     """Number of tokens of every prompt. Raising it costs prefill, scoring and training."""
     recorded: FilePath | None = None
     """Run directory whose recorded lengths (trace.json) are drawn from instead; mean, cv and
-    prompt_tokens are not read then."""
+    prompt_tokens are not read then. Of a run with an environment turns and the seconds of its
+    answers too; simulation.turns is not read then."""
+
+
+class TurnsConfig(Section):
+    """Says how simulated trajectories go, in a run with section environment.
+
+    Tokens of a turn are those of a response (simulation.lengths).
+    """
+
+    mean: PositiveFloat | None = None
+    """Mean number of turns of a trajectory, before it ends at environment.max_turns; null: half of
+    that. Raising it costs sampling, scoring and training in proportion."""
+    cv: Annotated[float, Field(ge=0, le=1000)] = 0.5
+    """Standard deviation of the number of turns over their mean, which is lognormal; 0: all
+    trajectories have as many. Raising it makes batches wait longer for their slowest one."""
+    given_tokens: PositiveInt = 64
+    """Tokens that the environment says between two turns. Raising it costs prefill, scoring and
+    training."""
+    answer_s: Annotated[float, Field(ge=0, le=86400)] = 1.0
+    """Mean seconds in which the environment answers a turn, in which no server works on the
+    trajectory. Raising it needs more trajectories in flight to keep the servers busy."""
+    answer_cv: Annotated[float, Field(ge=0, le=1000)] = 0.8
+    """Standard deviation of these seconds over their mean, which are lognormal; 0: all are alike.
+    Raising it makes batches wait longer for their slowest trajectory."""
 
 
 class FailuresConfig(Section):
@@ -56,6 +80,9 @@ class SimulationConfig(Section):
     """JSON file of what all work costs, instead of what follows from `gpu` and the models."""
     lengths: LengthsConfig = LengthsConfig()
     """How long prompts and responses are."""
+    turns: TurnsConfig = TurnsConfig()
+    """How many turns trajectories have, and how long the environment answers; without section
+    environment it is not read."""
     failures: FailuresConfig | None = None
     """How servers fail; null: none does."""
     uniform_groups: Annotated[float, Field(ge=0, le=1)] = 0.0

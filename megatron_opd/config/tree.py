@@ -9,11 +9,12 @@ from pydantic import Field
 
 from megatron_opd.config.cluster import ClusterConfig, SecurityConfig, WorkersConfig
 from megatron_opd.config.corrections import CorrectionConfig
-from megatron_opd.config.environment import EnvironmentConfig
+from megatron_opd.config.environment import EnvironmentConfig, UserConfig
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.evaluation import EvaluationConfig, SetSettings, settings_of
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.metrics import MetricsConfig
+from megatron_opd.config.objective import Credit
 from megatron_opd.config.objectives import ObjectiveConfig, ReverseKl
 from megatron_opd.config.reductions import ReductionConfig, TokenReduction
 from megatron_opd.config.schedule import ScheduleConfig
@@ -29,10 +30,11 @@ from megatron_opd.config.sections import (
     WeightSyncConfig,
 )
 from megatron_opd.config.selection import SelectionConfig
-from megatron_opd.config.servers import ServerConfig, TeacherConfig
+from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.simulation import SimulationConfig
 from megatron_opd.config.sites import SitesConfig, open_permits
 from megatron_opd.config.supports import SupportConfig
+from megatron_opd.config.teacher import TeacherConfig
 from megatron_opd.config.verifier import VerifierConfig
 
 
@@ -44,6 +46,7 @@ class EstimatorParts:
     objective: ObjectiveConfig
     correction: CorrectionConfig | None
     reduction: ReductionConfig
+    credit: Credit
 
 
 @lru_cache(maxsize=64)
@@ -71,7 +74,8 @@ class ConfigTree(Section):
     ids that only the student has then get probability 0."""
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict[str, TeacherConfig])
     """More teachers by name, each with the keys of `teacher`; data.teacher_key says which of them
-    scores a prompt. Each one adds its servers' memory."""
+    scores a prompt, or scoring.mixture how they score it together. Each one adds its servers'
+    memory."""
     verifier: VerifierConfig = VerifierConfig()
     """How the verifiers that data.task names are run: worker processes and limits."""
     rollout: RolloutConfig = RolloutConfig()
@@ -127,8 +131,9 @@ class ConfigTree(Section):
 
         Raises ValueError when its parts do not go together.
         """
+        credit = "trajectory" if self.environment is None else self.environment.credit
         return estimator_of(
-            EstimatorParts(self.support, self.objective, self.correction, self.reduction)
+            EstimatorParts(self.support, self.objective, self.correction, self.reduction, credit)
         )
 
     @property
@@ -136,6 +141,13 @@ class ConfigTree(Section):
         """Returns every teacher by name; the section `teacher` is named "teacher"."""
         default = {} if self.teacher is None else {DEFAULT_TEACHER: self.teacher}
         return default | self.teachers
+
+    @property
+    def user_teacher(self) -> str | None:
+        """Returns the name of the teacher that plays the user, None where none does."""
+        if not isinstance(self.environment, UserConfig):
+            return None
+        return self.environment.teacher or next(iter(self.all_teachers), None)
 
     @property
     def served(self) -> dict[str, ServerConfig]:

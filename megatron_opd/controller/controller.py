@@ -122,6 +122,8 @@ class Controller(Pipeline):
             self._to_score.put(member.uid)
         elif member.prompt is not None:
             self._unscored[member.uid] = member.prompt
+            if member.turns and self._ports.turns is not None:
+                self._ports.turns.restore(member.uid, member.turns)
             self._to_roll_out.put(member.uid)
 
     def _queue(self, uid: int) -> None:
@@ -306,7 +308,7 @@ class Controller(Pipeline):
             keeper, updates = self._ports.keeper, batches[-1].update + 1
             keeps = keeper is not None and keeper.due(updates)
             await turn.begin(early=not keeps)
-            async with self._rollouts.held():
+            async with (self._ports.hold or self._rollouts).held():
                 report = await self._ports.weight_sync.sync(updates, turn)
             report = replace(report, learner_held_s=turn.held_s)
             self._version = updates

@@ -9,6 +9,10 @@
 Only with `keep` has every response one version. `abort` throws long responses away more often; what
 is sampled anew meets the same random numbers, so that only what newer weights change can be shorter
 (docs/schedules.md).
+
+Of a trajectory it is the turn that is being sampled which is held, finished or thrown away: turns
+that were sampled stay, and an environment's answer takes no part in a weight sync. With `keep`
+every turn has one version, and a trajectory may have several.
 """
 
 from __future__ import annotations
@@ -16,7 +20,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron_opd.config.schedule import InFlight
 from megatron_opd.records.types import AnyRollout, with_restarts
@@ -33,7 +37,7 @@ class ServingServers(Protocol):
 
 
 class Rollouts:
-    """Runs rollouts, and holds them back while weights are synced. For one event loop.
+    """Runs rollouts, or turns, and holds them back while weights are synced. For one event loop.
 
     servers: that sample. Where none of them serves, what is in flight waits for the weight sync,
     which must not wait for it.
@@ -43,30 +47,37 @@ class Rollouts:
         self._policy, self._servers = policy, servers
         self._open = asyncio.Event()
         self._open.set()
-        self._running: set[asyncio.Task[AnyRollout]] = set()
-        self._aborted: set[asyncio.Task[AnyRollout]] = set()
+        # in the order in which they began, which is that in which they are thrown away
+        self._running: dict[asyncio.Task[Any], None] = {}
+        self._aborted: set[asyncio.Task[Any]] = set()
 
     def run(self, generate: Callable[[], Awaitable[AnyRollout]]) -> Awaitable[AnyRollout]:
         """Return what `generate` samples, in the end; its restarts include those for a sync."""
         return generate() if self._policy == "in_place" else self._run(generate)
 
     async def _run(self, generate: Callable[[], Awaitable[AnyRollout]]) -> AnyRollout:
+        rollout, aborted = await self.counted(generate)
+        return with_restarts(rollout, aborted)
+
+    async def counted(self, sample: Callable[[], Awaitable[Result]]) -> tuple[Result, int]:
+        """Return what `sample` returns, and how many tries before were thrown away for a sync."""
         aborted = 0
+        if self._policy == "in_place":
+            return await sample(), aborted
         while True:
             while not self._open.is_set():  # the next weight sync may begin before a waiter wakes
                 await self._open.wait()
-            task = asyncio.ensure_future(_awaited(generate))
-            self._running.add(task)
+            task = asyncio.ensure_future(_awaited(sample))
+            self._running[task] = None
             try:
-                rollout = await task
-                return with_restarts(rollout, aborted)
+                return await task, aborted
             except asyncio.CancelledError:
                 if task not in self._aborted:
                     task.cancel()
                     raise
                 aborted += 1
             finally:
-                self._running.discard(task)
+                del self._running[task]
                 self._aborted.discard(task)
 
     @asynccontextmanager
@@ -78,7 +89,7 @@ class Rollouts:
         self._open.clear()
         try:
             if self._policy == "abort":
-                self._aborted |= self._running
+                self._aborted.update(self._running)
                 for task in self._running:
                     task.cancel()
             await self._end_of_running()

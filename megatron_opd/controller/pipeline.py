@@ -29,8 +29,9 @@ from megatron_opd.buffer.spread import GroupVerdict, SpreadFilter
 from megatron_opd.controller.errors import EverythingDropped
 from megatron_opd.controller.ports import Ports
 from megatron_opd.controller.schedule import Schedule
-from megatron_opd.controller.snapshot import ControllerState, Place, place
+from megatron_opd.controller.snapshot import ControllerState, Place, StartedTrajectory, place
 from megatron_opd.metrics.types import Accounting, Depths
+from megatron_opd.records.turns import SampledTurn
 from megatron_opd.records.types import AnyRollout, AnySample, HeldRollout, HeldSample, Prompt
 
 # fewer drops in a row than this never stop a run, however few permits it has
@@ -138,10 +139,12 @@ class Pipeline(ABC):
         )
 
     def _whole(self, found: Prompt | AnyRollout | AnySample) -> Awaitable[Place]:
-        """Ask for the arrays of what is held elsewhere."""
+        """Ask for the arrays of what is held elsewhere, and for turns of what is under way."""
         if isinstance(found, HeldRollout | HeldSample):
             assert self._ports.store is not None
             return self._ports.store.whole(found)
+        if isinstance(found, Prompt) and self._ports.turns is not None:
+            return _begun(found, self._ports.turns.turns_of(found.uid))
         return _itself(found)
 
     def _depths(self) -> Depths:
@@ -321,6 +324,10 @@ class Pipeline(ABC):
 
 async def _itself(found: Place) -> Place:
     return found
+
+
+async def _begun(prompt: Prompt, turns: Awaitable[Sequence[SampledTurn]]) -> Place:
+    return StartedTrajectory(prompt, await turns)
 
 
 def _filter(schedule: Schedule, state: ControllerState) -> SpreadFilter | None:

@@ -6,13 +6,15 @@ Every method may raise; an exception other than SampleRejected stops the run wit
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_opd.buffer.pass_rates import CurriculumState
+from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
+from megatron_opd.records.turns import SampledTurn
 from megatron_opd.records.types import (
     AnyRollout,
     AnySample,
@@ -63,6 +65,18 @@ class SampleStore(Protocol):
 
     async def lost(self) -> Collection[int]:
         """Return the prompts whose arrays were lost since the last call, once there are any."""
+        ...
+
+
+class UnfinishedTurns(Protocol):
+    """Knows the finished turns of trajectories that are under way."""
+
+    def turns_of(self, uid: int) -> Awaitable[Sequence[SampledTurn]]:
+        """Ask for a prompt's turns, those that there are at the call; they come later."""
+        ...
+
+    def restore(self, uid: int, turns: Sequence[SampledTurn]) -> None:
+        """Let a prompt's trajectory begin with the turns that a checkpoint has."""
         ...
 
 
@@ -210,8 +224,23 @@ class Keeper(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Engines:
+    """Holds what samples and scores for one controller. hold, turns: see Ports."""
+
+    rollout: RolloutEngine
+    teacher: TeacherScorer
+    hold: Rollouts | None = None
+    turns: UnfinishedTurns | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Ports:
-    """Holds the controller's neighbours. passed: what the prompts passed over, see PromptSource."""
+    """Holds the controller's neighbours.
+
+    passed: what the prompts passed over, see PromptSource. hold: holds back single turns of
+    trajectories during a weight sync; None: whole rollouts are held back. turns: of trajectories;
+    None: what is sampled has one turn.
+    """
 
     prompts: Iterable[Prompt]
     rollout: RolloutEngine
@@ -223,4 +252,6 @@ class Ports:
     keeper: Keeper | None = None
     curriculum: Curriculum | None = None
     store: SampleStore | None = None
+    hold: Rollouts | None = None
     passed: Callable[[], list[list[int]]] = list
+    turns: UnfinishedTurns | None = None

@@ -117,6 +117,7 @@ def make_schedule(config: Config) -> Schedule:
     most = config.rollout.concurrency
     if config.environment is not None:  # turns take slots, which a waiting trajectory leaves free
         most = sys.maxsize
+    distils, by_turn = config.estimator.distils, config.estimator.credit == "turn"
     return Schedule(
         updates=config.run.max_steps,
         batch_size=config.buffer.batch_size,
@@ -124,7 +125,7 @@ def make_schedule(config: Config) -> Schedule:
         rollout_slots=asked_for or most,
         score_slots=config.scoring.concurrency,
         group_size=group_size,
-        groups=None if spread is None else GroupRule(spread, config.estimator.distils),
+        groups=None if spread is None else GroupRule(spread, distils, by_turn),
         plan=batch_plan(config.schedule, config.run.seed, config.run.max_steps),
         sites=SiteSchedule(slots, window) if slots else None,
     )

@@ -6,28 +6,35 @@ consumed + dropped + those in `line`, each of which holds a permit.
 A prompt whose rollout was under way is in the line as the prompt alone and is sampled anew, by a
 newer version than before, so that no staleness bound is at risk. What was under way at a given
 moment is longer than the average response; its random numbers are the prompt's, so that it is not
-replaced by a shorter one (docs/schedules.md). A rollout that was complete is kept, scored or not.
+replaced by a shorter one (docs/schedules.md). Of a trajectory the finished turns are kept, and the
+versions that sampled them. A rollout that was complete is kept, scored or not.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 
 import msgspec
 
 from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.buffer.spread import SpreadState
+from megatron_opd.records.turns import SampledTurn
 from megatron_opd.records.types import Prompt, Rollout, Sample
 
 FORMAT = 2
 
 
 class GroupMember(msgspec.Struct, frozen=True):
-    """Holds one admitted prompt that is not trained on or dropped; exactly one field is set."""
+    """Holds one admitted prompt that is not trained on or dropped, in one of three fields.
+
+    turns: those that a prompt's trajectory has finished.
+    """
 
     prompt: Prompt | None = None
     rollout: Rollout | None = None
     sample: Sample | None = None
+    turns: tuple[SampledTurn, ...] = ()
 
     @property
     def asked(self) -> Prompt:
@@ -45,9 +52,11 @@ class GroupMember(msgspec.Struct, frozen=True):
         return self.asked.uid
 
     def oldest_version(self, live: int) -> int:
-        """Return the version of its stalest token; `live` for a prompt, which has none yet."""
+        """Return the version of its stalest token; `live` for a prompt that has none yet."""
         rollout = self.sample.rollout if self.sample is not None else self.rollout
-        return live if rollout is None else rollout.oldest_version
+        if rollout is not None:
+            return rollout.oldest_version
+        return min([version for turn in self.turns for version, *_ in turn.reply.spans] or [live])
 
 
 class ControllerState(msgspec.Struct, frozen=True):
@@ -79,15 +88,25 @@ NOTHING_YET = ControllerState(0, 0, 0, 0, {}, 0, 0, [])
 """The state of a run that has not begun."""
 
 
-Place = Prompt | Rollout | Sample
+@dataclass(frozen=True, slots=True)
+class StartedTrajectory:
+    """Holds a prompt whose trajectory is under way, with the turns that it has finished."""
+
+    prompt: Prompt
+    turns: Sequence[SampledTurn]
+
+
+Place = Prompt | StartedTrajectory | Rollout | Sample
 """How far an admitted prompt has come, with all arrays."""
 
 
 def place(found: Place) -> GroupMember:
-    """Return the place in the line of a prompt, rollout or sample."""
+    """Return the place in the line of a prompt, trajectory under way, rollout or sample."""
     match found:
         case Prompt():
             return GroupMember(prompt=found)
+        case StartedTrajectory():
+            return GroupMember(prompt=found.prompt, turns=tuple(found.turns))
         case Rollout():
             return GroupMember(rollout=found)
         case Sample():

@@ -7,6 +7,7 @@ too.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -14,8 +15,10 @@ import numpy as np
 from megatron_opd.buffer.pass_rates import CurriculumState
 from megatron_opd.buffer.spread import SpreadState
 from megatron_opd.controller.snapshot import ControllerState, GroupMember
+from megatron_opd.records.mixtures import shares_fault
 from megatron_opd.records.runs import runs_fault
-from megatron_opd.records.types import NO_ROW, Rollout
+from megatron_opd.records.turns import SampledTurn
+from megatron_opd.records.types import NO_ROW, ExpertArray, GateArray, Rollout
 from sglang_bridge.columns import arrays_of, axis_of
 from sglang_bridge.protocol import DrawCache
 
@@ -70,10 +73,17 @@ def member_fault(member: GroupMember) -> str | None:
     """Return what is impossible in one place of the line, or None."""
     if sum(part is not None for part in (member.prompt, member.rollout, member.sample)) != 1:
         return "it must hold one of prompt, rollout and sample"
+    for number, turn in enumerate(member.turns, 1):
+        fault = _turn_fault(turn) if member.prompt is not None else "of what is no prompt"
+        if fault is not None:
+            return f"turn {number}: {fault}"
     sample, prompt = member.sample, member.asked
     weights = (prompt.reward_weight, prompt.teacher_weight)
     if prompt.row < NO_ROW or not all(0 <= weight < math.inf for weight in weights):
         return "its prompt's row or weights cannot be"
+    fault = shares_fault(prompt.mixture)
+    if fault is not None:
+        return fault
     rollout = member.rollout if sample is None else sample.rollout
     if rollout is None:
         return None
@@ -88,7 +98,31 @@ def _rollout_fault(rollout: Rollout) -> str | None:
     fault = runs_fault([len(ids_S) for ids_S in rollout.sequences], rollout.runs)
     if fault is not None:
         return fault
-    draws, tokens = rollout.draws, rollout.num_response_tokens
+    spans = [(span.version, span.start, span.stop) for span in rollout.spans]
+    return (
+        _draws_fault(rollout.draws, rollout.num_response_tokens)
+        or _spans_fault(spans, rollout.num_response_tokens)
+        or _routing_fault(
+            rollout.num_tokens - len(rollout.sequences), rollout.experts_XLk, rollout.gates_XLk
+        )
+    )
+
+
+def _turn_fault(turn: SampledTurn) -> str | None:
+    reply, tokens = turn.reply, len(turn.reply.output_ids_T)
+    if reply.draws is None or turn.start < 1 or min(turn.restarts, reply.cached_tokens) < 0:
+        return "it has no draws, nothing before it, or a count below 0"
+    if not 0 <= turn.sampling_s < math.inf:
+        return f"it was sampled in {turn.sampling_s} s"
+    fault = _draws_fault(reply.draws, tokens) or _spans_fault(reply.spans, tokens)
+    if fault is None and not np.array_equal(
+        reply.draws.ids_N[reply.draws.path_T], reply.output_ids_T
+    ):
+        fault = "its cache is of other tokens"
+    return fault or _routing_fault(turn.start + tokens - 1, reply.experts_XLk, reply.gates_XLk)
+
+
+def _draws_fault(draws: DrawCache, tokens: int) -> str | None:
     arrays = arrays_of(draws, DrawCache)
     lengths = {len(column) for name, column in arrays.items() if axis_of(name) == "N"}
     tokens_T = {len(column) for name, column in arrays.items() if axis_of(name) == "T"}
@@ -99,15 +133,21 @@ def _rollout_fault(rollout: Rollout) -> str | None:
         return "its rows do not match its cache"
     if bool(np.logical_or(draws.path_T < starts_T, draws.path_T >= stops_T).any()):
         return "a path token is not in its row"
-    edges = [0, *(span.stop for span in rollout.spans)]
-    covers = [(span.start, span.stop) for span in rollout.spans] == list(pairwise(edges))
+    return None
+
+
+def _spans_fault(spans: Sequence[tuple[int, int, int]], tokens: int) -> str | None:
+    edges = [0, *(stop for _, _, stop in spans)]
+    covers = [(start, stop) for _, start, stop in spans] == list(pairwise(edges))
     rising = all(a < b for a, b in pairwise(edges)) and edges[-1] == tokens
-    if not (covers and rising and all(span.version >= 0 for span in rollout.spans)):
+    if not (covers and rising and all(version >= 0 for version, *_ in spans)):
         return "its version spans do not cover its sampled tokens"
-    experts, inputs = rollout.experts_XLk, rollout.num_tokens - len(rollout.sequences)
+    return None
+
+
+def _routing_fault(inputs: int, experts: ExpertArray | None, gates: GateArray | None) -> str | None:
     if experts is not None and len(experts) != inputs:
         return f"it has {inputs} inputs and routed experts for {len(experts)}"
-    gates = rollout.gates_XLk
     if gates is None:
         return None
     if experts is None or gates.shape != experts.shape or gates.dtype != np.float32:

@@ -45,3 +45,21 @@ class Judge:
         """Return whether responses to `prompt` get a reward."""
         task = prompt.task or self.task
         return prompt.answer is not None and get_task(task).verify is not None
+
+
+async def reward_of_turns(
+    judge: Judge | None,
+    prompt: Prompt,
+    own: float | None,
+    last_ids: Sequence[int],
+    ending: Ending,
+) -> float | None:
+    """Return the reward of a trajectory: its environment's own one, else of its last turn.
+
+    own: None where the environment gave none. last_ids: of the last turn. Without an environment
+    that is the only one. ending: what its request said ends it. None: neither gives a reward.
+    Raises VerifierFailed.
+    """
+    if own is not None or judge is None:
+        return own
+    return await judge.reward(prompt, last_ids, ending)

@@ -68,6 +68,14 @@ def read_chat(row: Row, key: str, tools_key: str | None = None) -> str | Chat:
     return chat
 
 
+def read_other_chat(row: Row, key: str, tools_key: str | None = None) -> str | Chat | None:
+    """Return a column as read_chat does; None where it is missing, null or blank."""
+    value = value_of(row, key)
+    if value is None or (isinstance(value, str) and not value.strip()):
+        return None
+    return read_chat(row, key, tools_key)
+
+
 def _message(key: str, number: int, value: Any) -> ChatMessage:
     where = f"message {number} of {key!r}"
     if not isinstance(value, dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import sqrt
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,18 +11,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.data.chats import chat_text, messages_of, tools_of
+from megatron_opd.data.chats import Chat, chat_text, messages_of, tools_of
 from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.marks import KINDS, Mark
-from megatron_opd.data.prompt_rules import PromptRules
-from megatron_opd.data.records import Record
+from megatron_opd.data.prompt_rules import NO_TEACHER_PROMPT, PromptRules, TeacherReading
+from megatron_opd.data.records import PASSED_ON, Record
 from megatron_opd.data.render import Rendered, Renderer
+from megatron_opd.records.mixtures import label_of
 from megatron_opd.records.types import Prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOO_LONG = "too_long"
+TOO_LONG, TEACHER_TOO_LONG = "too_long", "teacher_too_long"
+ASKED = 16
+"""Prompts of each file that are kept as their teacher reads them."""
 SIGMAS = 4.0
 """Standard deviations above max_bad_fraction at which drawn rows refuse their file: by chance that
 happens once in 30,000 looks."""
@@ -36,28 +39,33 @@ class RowOutcome(NamedTuple):
     """Holds what became of a row.
 
     record: of a row whose columns are a prompt. ids_P: of the prompt, [P]; none where nothing was
-    tokenised. marks: what is unexpected about them. fault: why the row is not used, and its kind.
+    tokenised. teacher_ids_Q: of the teacher's own, [Q]; None where it has none. marks: what is
+    unexpected about either. fault: why the row is not used, and its kind.
     """
 
     where: str
     record: Record | None = None
     ids_P: npt.NDArray[np.int32] = _NO_IDS
+    teacher_ids_Q: npt.NDArray[np.int32] | None = None
     marks: tuple[Mark, ...] = ()
     fault: Fault | None = None
     kind: int = _OF_COLUMNS
 
     def prompt(self, uid: int, rules: PromptRules) -> Prompt | None:
         """Return the prompt of the row, None for one that is not used or was not tokenised."""
-        record, columns, teacher = self.record, rules.columns, rules.teacher_key
+        record, columns = self.record, rules.columns
         if record is None or self.fault is not None or not len(self.ids_P):
             return None
         chat = record[rules.prompt_key] if rules.keeps_chats else ""
+        shares = rules.shares_of(record)
         return Prompt(
             uid=uid,
             text=chat_text(record[rules.prompt_key]),
             token_ids_P=self.ids_P,
             answer=record[columns.answers[0]] if columns.answers else None,
-            teacher="teacher" if teacher is None else str(record[teacher]),
+            teacher=label_of(shares),
+            mixture=shares if len(shares) > 1 else (),
+            teacher_ids_Q=self.teacher_ids_Q,
             max_new_tokens=next((record[key] for key in columns.limits), None),
             stop=next((record[key] for key in columns.stops), ()),
             task=next((record[key] for key in columns.tasks), None),
@@ -66,7 +74,17 @@ class RowOutcome(NamedTuple):
             teacher_weight=_weight(record, columns.teacher_weight),
             messages=messages_of(chat),
             tools=tuple(map(dict, tools_of(chat))),
+            columns=record.get(PASSED_ON, {}),
         )
+
+
+class AskedPrompt(NamedTuple):
+    """Holds what teachers read of a row, [Q] ids, and the prompt that they were made of."""
+
+    where: str
+    teachers: tuple[str, ...]
+    prompt: str | Chat
+    ids_Q: npt.NDArray[np.int32]
 
 
 class RowReader:
@@ -74,7 +92,8 @@ class RowReader:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None, rules: PromptRules) -> None:
         self._tokenizer, self._rules = tokenizer, rules
-        self._renderer: Renderer | None = None
+        self._renderers: dict[str | None, Renderer] = {}
+        """By the name of the teacher whose own reading it is; None: the student's"""
 
     def read(self, rows: Sequence[Fault | tuple[str, Record]]) -> list[RowOutcome]:
         """Return what becomes of each row. ValueError: the tokenizer or its template fails."""
@@ -82,12 +101,33 @@ class RowReader:
         usable = [n for n, each in enumerate(found) if each.fault is None]
         if self._tokenizer is None or not usable:
             return found
-        self._renderer = self._renderer or Renderer(self._tokenizer, self._rules.rendering)
-        records = [found[n].record or {} for n in usable]
-        rendered = self._renderer.render([record[self._rules.prompt_key] for record in records])
-        for n, each in zip(usable, rendered, strict=True):
+        rules, records = self._rules, {n: found[n].record or {} for n in usable}
+        prompts = {n: record[rules.prompt_key] for n, record in records.items()}
+        for n, each in self._rendered(None, prompts):
             found[n] = self._tokenised(found[n], each)
+        asked: dict[str | None, dict[int, str | Chat]] = {}
+        for n, record in records.items():
+            reads = rules.teacher_reads(record)
+            if reads is not None and found[n].fault is None:
+                name = rules.teacher_of(record)
+                reader = name if name in rules.readings else None
+                asked.setdefault(reader, {})[n] = record[reads[0]]
+        for reader, prompts in asked.items():
+            for n, each in self._rendered(reader, prompts):
+                found[n] = self._of_teacher(found[n], each, rules.readings.get(reader or ""))
         return found
+
+    def _rendered(
+        self, reader: str | None, prompts: Mapping[int, str | Chat]
+    ) -> Iterable[tuple[int, Rendered | Unusable]]:
+        """Return the ids of prompts as the student reads them, or one teacher."""
+        assert self._tokenizer is not None
+        if reader not in self._renderers:
+            own = None if reader is None else self._rules.readings[reader]
+            tokenizer = self._tokenizer if own is None else own.tokenizer
+            how = self._rules.rendering if own is None else own.rendering
+            self._renderers[reader] = Renderer(tokenizer, how)
+        return zip(prompts, self._renderers[reader].render(list(prompts.values())), strict=True)
 
     def _judged(self, row: Fault | tuple[str, Record]) -> RowOutcome:
         if isinstance(row, Fault):
@@ -110,6 +150,24 @@ class RowReader:
         marks = found.marks if fault is None else ()
         return row._replace(ids_P=ids_P, marks=marks, fault=fault, kind=_OF_IDS)
 
+    def _of_teacher(
+        self, row: RowOutcome, found: Rendered | Unusable, own: TeacherReading | None
+    ) -> RowOutcome:
+        if isinstance(found, Unusable):
+            return row._replace(fault=found.at(row.where), kind=_OF_IDS)
+        most = self._rules.max_teacher_tokens
+        if not 0 < len(found.ids) <= most:
+            what = f"the teacher's prompt has {len(found.ids)} tokens, the limit is {most}"
+            fault = Fault(TEACHER_TOO_LONG if found.ids else "empty", row.where, what)
+            return row._replace(fault=fault, kind=_OF_IDS)
+        ids_Q = np.asarray(found.ids, dtype=np.int32)
+        if own is not None and ids_Q.max() >= own.vocab_size:
+            raise ValueError(
+                f"{own.rendering.model_key}: its tokenizer gives the id {ids_Q.max()}, beyond the "
+                f"model's vocab_size {own.vocab_size}"
+            )
+        return row._replace(teacher_ids_Q=ids_Q, marks=(*row.marks, *found.marks))
+
 
 class RowTally:
     """Counts what became of the rows of a file.
@@ -117,28 +175,39 @@ class RowTally:
     watched: texts to look for among its prompts.
 
     rows: how many were judged. longest: tokens of the longest prompt, skipped ones included; 0
-    where nothing was tokenised. unseen: columns that rows may lack and that no row has. marked: by
+    where nothing was tokenised. unhinted: rows without a prompt of the teacher's own. unseen:
+    columns that rows may lack and that no row has. marked: by
     kind of mark, how many prompts have it and the first, located. met: the watched texts that it
-    has.
+    has. asked: what teachers read of the first prompts.
     """
 
     def __init__(self, path: Path, rules: PromptRules, watched: Collection[str] = ()) -> None:
         self._path, self._rules, self._watched = path, rules, watched
         columns = rules.columns
         self.unseen = {*columns.limits, *columns.stops, *columns.tasks, *columns.weights}
-        self.rows, self.longest, self._largest = 0, 0, 0
+        self.unseen |= {*columns.passed_on}
+        self.unseen |= set() if columns.teacher_prompt is None else {columns.teacher_prompt}
+        self.rows, self.longest, self.unhinted, self._largest = 0, 0, 0, 0
         self.marked: dict[str, tuple[int, str]] = {}
-        self.met = set[str]()
+        self.met, self.asked = set[str](), list[AskedPrompt]()
         self._faults: tuple[dict[str, tuple[int, str]], ...] = ({}, {}, {})
 
     def add(self, row: RowOutcome) -> None:
         """Count a row."""
         self.rows += 1
         self.longest = max(self.longest, len(row.ids_P))
-        self._largest = max(self._largest, int(row.ids_P.max(initial=0)))
+        # those of a teacher with a tokenizer of its own are judged where they are made
+        read = row.teacher_ids_Q if row.record and self._alike(row.record) else None
+        for ids in (row.ids_P, read):
+            self._largest = max(self._largest, 0 if ids is None else int(ids.max(initial=0)))
         if row.record is not None:
             record = row.record
-            self.unseen -= {key for key in self.unseen if record[key] not in (None, ())}
+            known = record.get(PASSED_ON, {}) | record
+            self.unseen -= {key for key in self.unseen if known[key] not in (None, ())}
+            own = self._rules.columns.teacher_prompt
+            self.unhinted += own is not None and row.fault is None and record[own] is None
+            if row.fault is None and len(row.ids_P) and len(self.asked) < ASKED:
+                self.asked.append(self._asked(row, record))
             if self._watched and row.fault is None:
                 self.met |= {chat_text(record[self._rules.prompt_key])}.intersection(self._watched)
         if row.fault is not None:
@@ -147,6 +216,17 @@ class RowTally:
         for kind, what in dict(row.marks).items():
             count, first = self.marked.get(kind, (0, f"{row.where}: {what}"))
             self.marked[kind] = count + 1, first
+
+    def _asked(self, row: RowOutcome, record: Record) -> AskedPrompt:
+        reads, own_Q = self._rules.teacher_reads(record), row.teacher_ids_Q
+        prompt = record[self._rules.prompt_key if reads is None else reads[0]]
+        ids_Q = row.ids_P if own_Q is None else own_Q
+        teachers = tuple(name for name, _ in self._rules.shares_of(record))
+        return AskedPrompt(row.where, teachers, prompt, ids_Q)
+
+    def _alike(self, record: Record) -> bool:
+        """Return whether a row's teacher reads with the student's tokenizer."""
+        return self._rules.teacher_of(record) not in self._rules.readings
 
     @property
     def skipped(self) -> dict[str, int]:
@@ -195,7 +275,9 @@ class RowTally:
         if rows == 0:
             return f"{path} holds no rows"
         skipped = self.skipped
-        bad = {cause: count for cause, count in skipped.items() if cause != TOO_LONG}
+        long = (TOO_LONG, TEACHER_TOO_LONG)
+        asked = (*long, NO_TEACHER_PROMPT)  # not the file's fault
+        bad = {cause: count for cause, count in skipped.items() if cause not in asked}
         allowed = rules.max_bad_fraction * rows
         limit = allowed + SIGMAS * sqrt(allowed) if sampled else allowed
         if sum(bad.values()) > limit or sum(bad.values()) == rows:
@@ -207,10 +289,15 @@ class RowTally:
                 f"data.max_bad_fraction allows {rules.max_bad_fraction:g} of them: {causes}; "
                 f"first {where}"
             )
+        if sum(skipped.values()) == rows and NO_TEACHER_PROMPT in skipped:
+            where = self.first(NO_TEACHER_PROMPT)
+            return f"{path}: none of {rows} rows has a prompt for its teacher, first {where}"
         if sum(skipped.values()) == rows:
+            which = next(cause for cause in long if cause in skipped)
+            most = rules.max_tokens if which == TOO_LONG else rules.max_teacher_tokens
             return (
-                f"{path}: all {rows} usable prompts are longer than the limit of "
-                f"{rules.max_tokens} tokens, first {self.first(TOO_LONG)}"
+                f"{path}: all {rows} usable prompts are longer than the limit of {most} tokens, "
+                f"first {self.first(which)}"
             )
         return None
 

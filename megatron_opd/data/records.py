@@ -14,31 +14,37 @@ from typing import Any
 from megatron_opd.data.faults import Fault, Unusable
 from megatron_opd.data.files import located_rows
 from megatron_opd.data.lines import Located
-from megatron_opd.data.messages import read_chat
+from megatron_opd.data.messages import read_chat, read_other_chat
 from megatron_opd.data.values import (
     read_answer,
-    read_choice,
     read_limit,
     read_name,
+    read_plain,
     read_stops,
     read_task,
+    read_teachers,
     read_text,
     read_weight,
 )
 
 Record = dict[str, Any]
+PASSED_ON = "\0passed on"
+"""Where a record has the columns that are passed on as they are: no column is called so."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
     """Says which columns to read, and what they must hold.
 
-    texts: non-empty strings. chats: texts, or lists of messages. tools: what comes with chats.
-    choices: texts, and the values they may have. answers: strings, finite numbers and dates (which
+    texts: non-empty strings. chats: texts, or lists of messages. teacher_prompt: as chats, None
+    where missing, null or blank. tools: what comes with either.
+    teachers: names of teachers, or mixtures of them, and the names there are; mixes: whether one
+    may have several teachers. answers: strings, finite numbers and dates (which
     become text), or lists of them, None where missing, null or blank. needed: whether a row without
     an answer is a fault. A row may lack the others: limits are whole numbers and the most they may
     be, stops are texts or lists of texts, names are texts or numbers, tasks are texts, and the
-    verifier that each of their values means. reward_weight, teacher_weight: finite numbers >= 0,
+    verifier that each of their values means; passed_on hold what JSON has, and may be columns that
+    are read otherwise too. reward_weight, teacher_weight: finite numbers >= 0,
     None where missing or null, which is 1; not both are 0, and a row of reward weight 0 needs no
     answer.
     """
@@ -46,13 +52,16 @@ class Columns:
     texts: Sequence[str] = ()
     answers: Sequence[str] = ()
     needed: bool = False
-    choices: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
+    teachers: Mapping[str, Collection[str]] = field(default_factory=dict[str, Collection[str]])
+    mixes: bool = True
     chats: Sequence[str] = ()
+    teacher_prompt: str | None = None
     tools: str | None = None
     limits: Mapping[str, int] = field(default_factory=dict[str, int])
     stops: Sequence[str] = ()
     names: Sequence[str] = ()
     tasks: Mapping[str, Mapping[str, str]] = field(default_factory=dict[str, Mapping[str, str]])
+    passed_on: Sequence[str] = ()
     reward_weight: str | None = None
     teacher_weight: str | None = None
 
@@ -60,7 +69,7 @@ class Columns:
     def required(self) -> tuple[str, ...]:
         """Returns the columns that a row must have."""
         answers = self.answers if self.needed and self.reward_weight is None else ()
-        return (*self.texts, *self.chats, *self.choices, *answers)
+        return (*self.texts, *self.chats, *self.teachers, *answers)
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -76,16 +85,19 @@ class Columns:
     def wanted(self) -> tuple[str, ...]:
         """Returns all columns that are read, each once."""
         optional = (*self.answers, *self.limits, *self.stops, *self.names, *self.tasks)
-        optional += () if self.tools is None else (self.tools,)
-        return tuple(dict.fromkeys((*self.required, *optional, *self.weights)))
+        optional += tuple(key for key in (self.teacher_prompt, self.tools) if key is not None)
+        return tuple(dict.fromkeys((*self.required, *optional, *self.weights, *self.passed_on)))
 
     def record(self, row: Mapping[str, Any]) -> Record:
         """Return the named columns of `row`; raises Unusable."""
         record: Record = {key: read_text(row, key) for key in self.texts}
         record |= {key: read_chat(row, key, self.tools) for key in self.chats}
+        if self.teacher_prompt is not None:
+            key = self.teacher_prompt
+            record[key] = read_other_chat(row, key, self.tools)
         record |= {
-            key: read_choice(row, key, allowed, "unknown_teacher")
-            for key, allowed in self.choices.items()
+            key: read_teachers(row, key, allowed, mixes=self.mixes)
+            for key, allowed in self.teachers.items()
         }
         weights = {key: read_weight(row, key) for key in self.weights}
         if len(weights) == 2 and all(weight == 0 for weight in weights.values()):
@@ -95,6 +107,8 @@ class Columns:
         record |= {key: read_limit(row, key, most) for key, most in self.limits.items()}
         record |= {key: read_stops(row, key) for key in self.stops}
         record |= {key: read_task(row, key, meant) for key, meant in self.tasks.items()}
+        if self.passed_on:
+            record[PASSED_ON] = {key: read_plain(row, key) for key in self.passed_on}
         return record | {key: read_name(row, key) for key in self.names}
 
     def checked(self, row: Located | Fault) -> tuple[str, Record] | Fault:

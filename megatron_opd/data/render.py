@@ -26,6 +26,7 @@ from megatron_opd.data.chats import (
     chat_like,
 )
 from megatron_opd.data.faults import Unusable
+from megatron_opd.data.literal import LiteralEncoder
 from megatron_opd.data.marks import JSON_TEXT, Mark, Marker, alike, changed, continued, probe
 from megatron_opd.data.spoken import apply_template, unread, without
 from megatron_opd.data.template import chance_in, names_in, sources, this_moment
@@ -53,13 +54,25 @@ class Rendering:
     chat_template: wrap them as messages and open the assistant's turn; otherwise a prompt is its
     text. system_prompt: put in front of every prompt that has no system message of its own.
     template_kwargs: variables of the template, such as enable_thinking. clock: the moment that a
-    template is given whenever it asks for the time.
+    template is given whenever it asks for the time. section: of the configuration that says so,
+    data or a teacher's.
     """
 
     chat_template: bool = False
     system_prompt: str | None = None
     template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
     clock: datetime = field(default_factory=this_moment)
+    section: str = "data"
+
+    @property
+    def key(self) -> str:
+        """Returns the key that names the template."""
+        return f"{self.section}.chat_template"
+
+    @property
+    def model_key(self) -> str:
+        """Returns the key that names the model whose tokenizer it is."""
+        return "student.model" if self.section == "data" else f"{self.section}.model"
 
     def chat_of(self, prompt: str | Chat) -> Chat:
         """Return the messages of a prompt, the system prompt included."""
@@ -76,6 +89,19 @@ class Rendered(NamedTuple):
     marks: tuple[Mark, ...] = ()
 
 
+class AnsweredTurn(NamedTuple):
+    """Holds an answer as the template writes it behind its prompt.
+
+    prompt: the ids before it. text: the answer's, so that it begins as responses do. behind: what
+    the template puts behind that. marks: what is unexpected.
+    """
+
+    prompt: list[int]
+    text: str
+    behind: str
+    marks: tuple[Mark, ...]
+
+
 def render_prompts(
     prompts: Sequence[str | Chat], tokenizer: PreTrainedTokenizerBase, how: Rendering
 ) -> list[Rendered | Unusable]:
@@ -88,11 +114,17 @@ class Renderer:
 
     Made once, as what it finds out about the tokenizer and its template costs several renderings.
     ValueError, also of `render`: the tokenizer or its template fails on any prompt, leaves out what
-    it is given, comes out otherwise every time, or hangs.
+    it is given, comes out otherwise every time, or hangs. literal: keeps control tokens out of the
+    messages of chats; None: a text that spells one is read as it.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, how: Rendering) -> None:
-        self._tokenizer, self._how = tokenizer, how
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        how: Rendering,
+        literal: LiteralEncoder | None = None,
+    ) -> None:
+        self._tokenizer, self._how, self._literal = tokenizer, how, literal
         self._systems = how.system_prompt is not None  # whether the template was shown to take them
         self._probed: dict[tuple[str, ...], str | None] = {}
         self._drops: dict[tuple[object, ...], set[tuple[int, str]]] = {}
@@ -123,23 +155,24 @@ class Renderer:
         render = self._chats if self._how.chat_template else self._texts
         return self._within(len(prompts), characters, lambda: render(prompts))
 
-    def answered(
-        self, prompt: str | Chat, answer: ChatMessage
-    ) -> tuple[Rendered, str, str] | Unusable:
-        """Return a prompt's ids, the text of its answer, and what the template puts behind that.
-
-        The text is what the template writes behind the prompt, so that it begins as responses do.
-        """
+    def answered(self, prompt: str | Chat, answer: ChatMessage) -> AnsweredTurn | Unusable:
+        """Return an answer as the template writes it behind its prompt."""
         (rendered,) = self.render([prompt])
         if isinstance(rendered, Unusable):
             return rendered
-        asked = self._how.chat_of(prompt)
+        asked = self._chat_of(prompt)
         chat = chat_like(asked, (*asked, answer))
         found = self._within(1, len(answer.content), lambda: self._turn_of(chat))
         if isinstance(found, Unusable):
             return found
-        answer_text, behind, marks = found
-        return rendered._replace(marks=(*rendered.marks, *marks)), answer_text, behind
+        text, behind, marks = found
+        return AnsweredTurn(rendered.ids, text, behind, (*rendered.marks, *marks))
+
+    def written(self, chat: Chat) -> str | None:
+        """Return the text of a chat that goes on, None for one that the template does not take."""
+        asked = self._chat_of(chat)
+        characters = sum(len(message.content) for message in asked)
+        return self._within(1, characters, lambda: self._or_none(asked))
 
     def _turn_of(self, chat: Chat) -> tuple[str, str, list[Mark]] | Unusable:
         *before, answer = chat
@@ -168,8 +201,9 @@ class Renderer:
                 "or name a template file that writes them",
             )
         for content in (answer.content, answer.content.strip()):
-            if content in turn:
-                end = turn.rindex(content) + len(content) if content else 0
+            # it may begin in what the template begins answers with, such as <think>
+            end = closed.rfind(content) + len(content) - len(opened) if content else 0
+            if content in turn or (content in closed and end > 0):
                 return turn[:end], turn[end:], own
         return Unusable(
             "bad_chat",
@@ -184,8 +218,8 @@ class Renderer:
             what = "tokenizer's chat template" if self._how.chat_template else "tokenizer"
             amount = f"{prompts} prompts of {characters} characters" if prompts else "a short text"
             raise ValueError(
-                f"student.model: its {what} must read {amount} within {limit_s:.0f} s, and has not "
-                "finished; look for an endless loop or expression in it"
+                f"{self._how.model_key}: its {what} must read {amount} within {limit_s:.0f} s, and "
+                "has not finished; look for an endless loop or expression in it"
             ) from None
 
     def _texts(self, prompts: Sequence[str | Chat]) -> list[Rendered | Unusable]:
@@ -194,14 +228,14 @@ class Renderer:
         return [Rendered(ids, tuple(marks)) for ids, marks in found]
 
     def _chats(self, prompts: Sequence[str | Chat]) -> list[Rendered | Unusable]:
-        chats = [self._how.chat_of(prompt) for prompt in prompts]
+        chats = [self._chat_of(prompt) for prompt in prompts]
         if not self._systems and any(chat[0].role == SYSTEM for chat in chats):
             check_system(self._tokenizer, self._how)
             self._systems = True
         found = [self._text(*each) for each in zip(prompts, chats, strict=True)]
         texts = [each[0] for each in found if not isinstance(each, Unusable)]
         # the template writes the special tokens itself
-        ids = iter(_token_ids(self._tokenizer, texts, special=False) if texts else [])
+        ids = iter(self._ids(texts) if texts else [])
         rendered: list[Rendered | Unusable] = []
         for chat, each in zip(chats, found, strict=True):
             if isinstance(each, Unusable):
@@ -212,12 +246,21 @@ class Renderer:
             rendered.append(Rendered(own, (*each[1], *marks)))
         return rendered
 
+    def _chat_of(self, prompt: str | Chat) -> Chat:
+        chat = self._how.chat_of(prompt)
+        return chat if self._literal is None else self._literal.marked(chat)
+
+    def _ids(self, texts: list[str]) -> list[list[int]]:
+        if self._literal is None:
+            return _token_ids(self._tokenizer, texts, special=False)
+        return [self._literal.ids(text) for text in texts]
+
     def _text(self, prompt: str | Chat, chat: Chat) -> tuple[str, list[Mark]] | Unusable:
         if self._turn and isinstance(prompt, str) and self._turn in prompt:
             return Unusable(
                 "templated",
                 f"it holds {self._turn!r} already, which the chat template writes: give messages, "
-                "or set data.chat_template: false",
+                f"or set {self._how.key}: false",
             )
         try:
             text = _apply(self._tokenizer, chat, self._how)
@@ -311,21 +354,21 @@ def check_template(
     """
     if tokenizer.chat_template is None:
         raise ValueError(
-            "data.chat_template is true but the tokenizer has no chat template; name a file of "
-            "one: data.chat_template: FILE.jinja"
+            f"{how.key} is true but the tokenizer has no chat template; name a file of one: "
+            f"{how.key}: FILE.jinja"
         )
     for name, source in sources(tokenizer).items():
         chance = chance_in(source)
         if chance is not None:
             raise ValueError(
-                f"data.chat_template: the tokenizer's chat template {name} must render a prompt "
+                f"{how.key}: the tokenizer's chat template {name} must render a prompt "
                 f"alike every time, but draws with {chance}; give a file of your own without it"
             )
     plain = Rendering(True, None, how.template_kwargs)
     one, other = (_render(tokenizer, plain.chat_of(text), how) for text in PROBES)
     if one == other:
         raise ValueError(
-            "data.chat_template: the tokenizer's chat template renders every prompt alike: it "
+            f"{how.key}: the tokenizer's chat template renders every prompt alike: it "
             "leaves out the user's message"
         )
     if systems:
@@ -335,7 +378,7 @@ def check_template(
 def check_system(tokenizer: PreTrainedTokenizerBase, how: Rendering) -> None:
     """Render system messages. ValueError: the template drops them, or takes no system prompt."""
     given = how.system_prompt is not None
-    key = "data.system_prompt" if given else "data.chat_template"
+    key = f"{how.section}.system_prompt" if given else how.key
     chats = [(ChatMessage(SYSTEM, text), ChatMessage(USER, PROBES[0])) for text in PROBES]
     try:
         one, other = (_apply(tokenizer, chat, how) for chat in chats)
@@ -363,9 +406,7 @@ def _render(tokenizer: PreTrainedTokenizerBase, chat: Chat, how: Rendering) -> s
     try:
         return _apply(tokenizer, chat, how)
     except Exception as error:  # noqa: BLE001  a template is a program: it raises what it likes
-        raise ValueError(
-            f"data.chat_template: the tokenizer's chat template fails: {said(error)}"
-        ) from None
+        raise ValueError(f"{how.key}: the tokenizer's chat template fails: {said(error)}") from None
 
 
 def _apply(

@@ -6,7 +6,7 @@ of the run's start.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
@@ -37,12 +37,16 @@ class RunTemplate:
 
     clock: the moment that templates are given. origin: the file or the model that the template came
     from. source: its text; both None where no template is used. own: it is a file of the user's.
+    teachers: origin and text of those of teachers that have one of their own, by role.
     """
 
     clock: datetime = field(default_factory=this_moment)
     origin: str | None = None
     source: Source = None
     own: bool = False
+    teachers: Mapping[str, tuple[str, Source]] = field(
+        default_factory=dict[str, tuple[str, Source]]
+    )
 
     @property
     def exported(self) -> str | None:
@@ -51,8 +55,8 @@ class RunTemplate:
 
     def as_json(self) -> dict[str, Any]:
         """Return it as it is kept."""
-        clock = self.clock.isoformat()
-        return {"clock": clock, "origin": self.origin, "source": self.source, "own": self.own}
+        kept = {"clock": self.clock.isoformat(), "origin": self.origin, "source": self.source}
+        return kept | {"own": self.own, "teachers": dict(self.teachers)}
 
     @classmethod
     def from_json(cls, kept: Any) -> RunTemplate:
@@ -60,35 +64,38 @@ class RunTemplate:
         try:
             clock = datetime.fromisoformat(kept["clock"])
             origin, source, own = kept["origin"], kept["source"], kept["own"]
-        except (TypeError, KeyError, ValueError):
+            teachers = {role: (of, text) for role, (of, text) in kept.get("teachers", {}).items()}
+        except (TypeError, KeyError, ValueError, AttributeError):
             raise ValueError("not a template and its clock") from None
-        texts = [*source.keys(), *source.values()] if isinstance(source, dict) else [source]
-        if (
-            clock.tzinfo is not None
-            or type(own) is not bool
-            or not all(text is None or isinstance(text, str) for text in (origin, *texts))
-        ):
+        every = [(origin, source), *teachers.values()]
+        if clock.tzinfo is not None or type(own) is not bool or not all(map(_is_kept, every)):
             raise ValueError("not a template and its clock")
-        return cls(clock, origin, source, own)
+        return cls(clock, origin, source, own, teachers)
 
 
-def read_template(path: Path) -> str:
+def _is_kept(template: tuple[Any, Any]) -> bool:
+    origin, source = template
+    texts = [*source.keys(), *source.values()] if isinstance(source, dict) else [source]
+    return all(text is None or isinstance(text, str) for text in (origin, *texts))
+
+
+def read_template(path: Path, key: str = "data.chat_template") -> str:
     """Return the text of a template file as transformers reads one, without a byte-order mark.
 
-    ValueError: it cannot be read, or holds none.
+    key: what named it. ValueError: it cannot be read, or holds none.
     """
     try:
         with path.open("rb") as file:
             content = file.read(MAX_BYTES + 1)
         text = content.decode("utf-8-sig")
     except OSError as error:
-        raise ValueError(f"data.chat_template: cannot read {path}: {error.strerror}") from None
+        raise ValueError(f"{key}: cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise ValueError(f"data.chat_template: {path} is not UTF-8: {error}") from None
+        raise ValueError(f"{key}: {path} is not UTF-8: {error}") from None
     if len(content) > MAX_BYTES:
-        raise ValueError(f"data.chat_template: {path} must have at most {MAX_BYTES} bytes")
+        raise ValueError(f"{key}: {path} must have at most {MAX_BYTES} bytes")
     if not text.strip():
-        raise ValueError(f"data.chat_template: {path} must hold a Jinja template, it is blank")
+        raise ValueError(f"{key}: {path} must hold a Jinja template, it is blank")
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 

@@ -5,6 +5,7 @@ A key names a column, or leads into one: names of keys and indices of lists, div
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Collection, Mapping
 from datetime import date, time
@@ -17,10 +18,14 @@ from megatron_opd.config.wording import listed, shown
 from megatron_opd.data.faults import Unusable
 from megatron_opd.data.key_paths import ABSENT, lookup
 from megatron_opd.data.plain import plain, unicode, written_number
+from megatron_opd.records.mixtures import Shares, shares_of, weights_fault
 from megatron_opd.records.types import RightAnswer
 
 Row = Mapping[str, Any]
-UNKNOWN_TASK = "unknown_task"
+UNKNOWN_TASK, UNKNOWN_TEACHER = "unknown_task", "unknown_teacher"
+BAD_MIXTURE = "bad_mixture"
+MOST_WHOLE_BITS = 63
+"""Bits of the largest whole number that a column is passed on with, as msgpack holds it."""
 
 
 def read_text(row: Row, key: str) -> str:
@@ -40,6 +45,33 @@ def read_choice(row: Row, key: str, allowed: Collection[str], cause: str) -> str
         names = ", ".join(sorted(allowed))
         raise Unusable(cause, f"{key!r} must be one of {names}, got {shown(value)}")
     return value
+
+
+def read_teachers(row: Row, key: str, allowed: Collection[str], *, mixes: bool) -> Shares:
+    """Return who scores a row: the teacher that its value names, or the mixture that it holds.
+
+    A mixture is a mapping of names and weights, or its JSON text. mixes: whether there may be one.
+    """
+    value = present(row, key)
+    if isinstance(value, str) and value.lstrip().startswith("{"):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError):
+            raise Unusable(BAD_MIXTURE, f"{key!r} is no JSON, got {shown(value, 60)}") from None
+    if not isinstance(value, dict):
+        return ((read_choice(row, key, allowed, UNKNOWN_TEACHER), 1.0),)
+    held: dict[str, Any] = value
+    given = {name: read_weight({key: each}, key) for name, each in held.items()}
+    weights = {name: weight for name, weight in given.items() if weight is not None}
+    for name in weights:
+        read_choice({key: name}, key, allowed, UNKNOWN_TEACHER)
+    fault = weights_fault(weights)
+    if fault is not None:
+        raise Unusable(BAD_MIXTURE, f"{key!r}: {fault}")
+    shares = shares_of(weights)
+    if len(shares) > 1 and not mixes:
+        raise Unusable(BAD_MIXTURE, f"{key!r} mixes teachers with support.type teacher_topk")
+    return shares
 
 
 def read_task(row: Row, key: str, meant: Mapping[str, str]) -> str | None:
@@ -125,6 +157,14 @@ def read_stops(row: Row, key: str) -> tuple[str, ...]:
     return tuple(unicode(each, key) for each in found)
 
 
+def read_plain(row: Row, key: str) -> Any:
+    """Return whatever a column holds, as JSON has it; None where it is missing, null or NaN.
+
+    That is text, whole numbers of at most 63 bits, finite ones, true, false, lists and mappings.
+    """
+    return _plain_json(value_of(row, key), key)
+
+
 def present(row: Row, key: str) -> Any:
     """Return a column's value, whatever it is."""
     found = lookup(row, key)
@@ -139,6 +179,30 @@ def value_of(row: Row, key: str, *, nan: bool = False) -> Any:
     value = None if found is ABSENT else plain(found, key)
     gap = not nan and isinstance(value, float | Decimal) and math.isnan(value)
     return None if gap else value
+
+
+def _plain_json(value: Any, key: str) -> Any:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return unicode(value, key)
+    if isinstance(value, int | float):
+        whole = isinstance(value, int)
+        if value.bit_length() > MOST_WHOLE_BITS if whole else not math.isfinite(value):
+            what = f"a finite number, a whole one of at most {MOST_WHOLE_BITS} bits"
+            raise Unusable("not_finite", f"{key!r} must be {what}, got {shown(value, 40)}")
+        return value
+    if isinstance(value, list):
+        several: list[Any] = value
+        return [_plain_json(each, key) for each in several]
+    if isinstance(value, dict):
+        held: dict[str, Any] = value
+        return {unicode(name, key): _plain_json(each, key) for name, each in held.items()}
+    raise Unusable(
+        "wrong_type",
+        f"{key!r} must hold text, numbers, true, false, lists and mappings, got "
+        f"{type(value).__name__}; write it as text",
+    )
 
 
 def _text_of(value: Any, key: str) -> str | None:

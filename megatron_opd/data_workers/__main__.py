@@ -8,14 +8,21 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.data.judge import Judge
+from megatron_opd.data_workers.under_way import Playroom
 from megatron_opd.data_workers.worker import ControllerGone, Worker
 from megatron_opd.errors import RunFailed, UserError, checked
+from megatron_opd.inputs.environments import playing, turn_encoder
+from megatron_opd.inputs.models import check_models, ending_of
 from megatron_opd.inputs.prepare import make_judge
+from megatron_opd.inputs.rendering import template_of_run, with_template
 from megatron_opd.inputs.tokenizers import load_tokenizer
 from megatron_opd.inputs.verifiers import judging
 from megatron_opd.transport.samples import counted_draws
@@ -47,8 +54,7 @@ def main() -> int:
         if keys is None:
             raise ValueError(f"{config.run.dir} has no keys: a data worker is started by its run")
         worker = (arguments.controller, arguments.index, arguments.host, keys)
-        draws = counted_draws(config.estimator.support)
-        asyncio.run(_run(worker, judge_of(config), draws))
+        asyncio.run(_run(worker, config))
     except (ValueError, UserError) as error:
         sys.stderr.write(f"error: {error}\n")
         return EXIT_BAD_INPUT
@@ -64,9 +70,27 @@ def judge_of(config: Config) -> Judge | None:
     return checked(lambda: make_judge(config, tokenizer))
 
 
-async def _run(worker: tuple[str, int, str, RankKeys], judge: Judge | None, draws: int) -> None:
-    async with judging(judge):
-        await Worker(*worker, judge, draws).run()
+async def _run(worker: tuple[str, int, str, RankKeys], config: Config) -> None:
+    judge, draws = judge_of(config), counted_draws(config.estimator.support)
+    async with judging(judge), playroom(config) as room:
+        await Worker(*worker, judge, draws, room).run()
+
+
+@asynccontextmanager
+async def playroom(config: Config) -> AsyncIterator[Playroom | None]:
+    """Keep what plays the run's trajectories, with the run's chat template. UserError.
+
+    None: there is no environment.
+    """
+    if config.environment is None:
+        yield None
+        return
+    template = template_of_run(config.run.dir)
+    models, _ = with_template(config, check_models(config), template)
+    async with playing(config, turn_encoder(config, models), None, {}) as plays:
+        assert plays is not None, "there is an environment"
+        ending, name = ending_of(config, models), uuid.uuid4().hex[:8]
+        yield Playroom(config, plays, models.student.vocab_size, ending, name)
 
 
 if __name__ == "__main__":

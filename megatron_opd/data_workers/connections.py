@@ -52,7 +52,7 @@ class WorkerConnection:
 
     route: names it to the socket. address: where learner ranks reach it. calls: those without an
     answer, by number. outbox: orders that are about to be sent. ended: calls that nobody waits for,
-    whose answers may still come.
+    whose answers may still come. servers: that it asks. trajectories: that it plays.
     """
 
     index: int
@@ -63,6 +63,7 @@ class WorkerConnection:
     ended: set[int] = field(default_factory=set[int])
     alive: bool = True
     servers: int = 0
+    trajectories: int = 0
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ import msgspec
 from megatron_opd.buffer.rejection import RolloutRejected, SamplesLost, ScoreRejected
 from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.data_workers.messages import CallFailed
+from megatron_opd.records.turns import NotReplayed
 from sglang_bridge.errors import (
     BadReply,
     BridgeError,
@@ -49,6 +50,8 @@ def _described(call: int, error: BaseException) -> CallFailed:
             return CallFailed(call, "no rollout", [error.reason, error.detail], [])
         case ScoreRejected():
             return CallFailed(call, "no score", [error.reason, error.detail], [])
+        case NotReplayed():
+            return CallFailed(call, "not replayed", [str(error)], [])
         case VerifierFailed():
             return CallFailed(call, "verifier", [error.reason, error.detail], [])
         case SamplesLost():
@@ -77,6 +80,8 @@ def as_error(fault: CallFailed) -> Exception:
             return ScoreRejected(texts[0], texts[1])
         case "verifier", 2, 0:
             return VerifierFailed(texts[0], texts[1])
+        case "not replayed", 1, 0:
+            return NotReplayed(texts[0])
         case "lost", 1, 0:
             return SamplesLost(texts[0])
         case _:

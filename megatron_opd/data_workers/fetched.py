@@ -11,6 +11,7 @@ from megatron_opd.batching.checks import check_batch
 from megatron_opd.batching.rank_batch import rank_batch
 from megatron_opd.controller.snapshot import GroupMember
 from megatron_opd.records.sample_figures import ScoreShape
+from megatron_opd.records.sequences import by_sequence
 from megatron_opd.records.types import HeldRollout, HeldSample, Rollout, Sample
 from megatron_opd.rollout.scores import unscored
 from sglang_bridge.errors import one_line
@@ -35,24 +36,23 @@ def fetched_fault(found: HeldRollout | HeldSample, member: GroupMember) -> str |
     elif isinstance(found, HeldSample) and shape is None:
         return "scores that nobody asked for"
     rollout = sample.rollout
-    told_S = held.prompt.token_ids_P
-    if not np.array_equal(rollout.sequences[0][: rollout.runs[0].start], told_S):
+    told_S, found_S = held.prompt.token_ids_P, rollout.sequences[0][: rollout.runs[0].start]
+    if not held.turns and not np.array_equal(found_S, told_S):  # an environment says the prompt
         return "the response to another prompt"
-    figures = (rollout.num_response_tokens, rollout.spans, rollout.finish_reason)
-    if figures != (held.num_response_tokens, held.spans, held.finish_reason):
+    figures = (rollout.runs, rollout.spans, rollout.finish_reason, rollout.reward, rollout.turns)
+    if figures != (held.runs, held.spans, held.finish_reason, held.reward, held.turns):
         return "another response than it said"
-    if len(rollout.sequences) != 1:
-        return f"{len(rollout.sequences)} sequences of a response"
-    (mean,), (told,) = rollout.geometric_logps, held.geometric_logps
-    if not math.isclose(mean, told, rel_tol=CLOSE, abs_tol=CLOSE):
-        return f"a mean log-prob of {mean}, it said {told}"
+    for mean, told in zip(rollout.geometric_logps, held.geometric_logps, strict=True):
+        if not math.isclose(mean, told, rel_tol=CLOSE, abs_tol=CLOSE):
+            return f"a mean log-prob of {mean}, it said {told}"
     # a rollout may have been scored since, by a teacher that selects ids of its own
     scored_since = member.sample is not None and shape is None
     if not scored_since and rollout.num_ids != held.num_ids:
         return f"{rollout.num_ids} cached ids, it said {held.num_ids}"
     newest = max(span.version for span in rollout.spans)
     try:
-        batch = rank_batch(0, newest, [sample], [[[0]]])
+        parts = by_sequence(sample)
+        batch = rank_batch(0, newest, parts, [[list(range(len(parts)))]])
         check_batch(batch, vocab_size=MAX_IDS, num_experts=MOST_EXPERTS, sampled=False)
     except ValueError as error:
         return one_line(str(error))
@@ -84,4 +84,5 @@ def with_arrays(found: HeldRollout | HeldSample, member: GroupMember) -> Rollout
     sample = unscored(rollout, found.reward, found.overlong_penalty, masked=found.masked)
     if member.sample is None:
         return sample
-    return replace(sample, teacher_logp_N=member.sample.teacher_logp_N)
+    parts = () if found.shape is None else found.shape.parts
+    return replace(sample, teacher_logp_N=member.sample.teacher_logp_N, parts=parts)

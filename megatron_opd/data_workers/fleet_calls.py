@@ -32,13 +32,13 @@ def scored_by_workers(pool: WorkerPool, vocab_sizes: Mapping[str, int]) -> Elsew
     """Return what lets a fleet score what data workers hold. vocab_sizes: of teachers, by name."""
 
     def score(
-        fleet: ScoreFleet, rollout: HeldRollout, ask: TeacherAsk
+        fleet: ScoreFleet, rollout: HeldRollout, ask: TeacherAsk, sequence: int
     ) -> Awaitable[tuple[HeldRollout, ScoreShape]]:
         assert isinstance(fleet, Fleet)
-        vocab_size = vocab_sizes[rollout.prompt.teacher]
+        vocab_size = vocab_sizes[ask.teacher]
         return fleet.ask(
-            lambda client: pool.score(client, rollout, ask, vocab_size),
-            lambda _: rollout.num_response_tokens,
+            lambda client: pool.score(client, rollout, ask, vocab_size, sequence),
+            lambda _: rollout.sizes[sequence].sampled,
         )
 
     return score

@@ -11,8 +11,9 @@ from collections.abc import Callable
 
 import msgspec
 
+from megatron_opd.records.runs import SampledRun
 from megatron_opd.records.sample_figures import CacheSize, ScoreShape
-from megatron_opd.records.types import RightAnswer
+from megatron_opd.records.types import RightAnswer, SequenceSize, TurnFigures
 from megatron_opd.rollout.score_requests import TeacherAsk
 from megatron_opd.wire.codec import ENCODER, Codec
 from sglang_bridge.client import Endpoint
@@ -37,6 +38,37 @@ class Generate(_Message, frozen=True):
     request: msgspec.Raw
 
 
+class Play(_Message, frozen=True):
+    """Begins a trajectory, which the worker keeps under `key`; answered with a TrajectoryStep.
+
+    begun: a snapshot.GroupMember, encoded: the prompt, and the turns that it has finished.
+    """
+
+    call: int
+    key: str
+    begun: bytes
+
+
+class NextStep(_Message, frozen=True):
+    """Asks what else a trajectory wants, or becomes; answered with a TrajectoryStep."""
+
+    call: int
+    key: str
+
+
+class SampleTurn(_Message, frozen=True):
+    """Asks for a turn that the trajectory under `key` wants, in one try, named `rid`.
+
+    wanted: the name that WantedTurn gave it.
+    """
+
+    call: int
+    endpoint: Endpoint
+    key: str
+    wanted: str
+    rid: str
+
+
 class JudgeCall(_Message, frozen=True):
     """Asks for the reward of what is held under `key`. task: a name, or that of data.task."""
 
@@ -47,13 +79,17 @@ class JudgeCall(_Message, frozen=True):
 
 
 class ScoreCall(_Message, frozen=True):
-    """Asks for a teacher's scores of what is held under `key`. teacher_vocab_size: its ids."""
+    """Asks for a teacher's scores of one sequence of what is held under `key`.
+
+    teacher_vocab_size: its ids.
+    """
 
     call: int
     endpoint: Endpoint
     key: str
     ask: TeacherAsk
     teacher_vocab_size: int
+    sequence: int = 0
 
 
 class Look(_Message, frozen=True):
@@ -105,6 +141,43 @@ class Generated(_Message, frozen=True):
     finish_reason: FinishReason
 
 
+class WantedTurn(_Message, frozen=True):
+    """Names a turn that a trajectory wants besides others: its request. prefer: see TurnFleet."""
+
+    rid: str
+    prefer: str
+
+
+class WholeTrajectory(_Message, frozen=True):
+    """Describes a trajectory that the worker holds; see HeldRollout. spans: see RolloutReply."""
+
+    sizes: list[SequenceSize]
+    runs: list[SampledRun]
+    size: CacheSize
+    geometric_logps: list[float]
+    spans: list[tuple[int, int, int]]
+    finish_reason: str
+    engine: str
+    restarts: int
+    reward: float | None
+    turns: list[TurnFigures]
+
+
+class TrajectoryStep(_Message, frozen=True):
+    """Answers Play and NextStep: what the trajectory wants now, or what it has become."""
+
+    call: int
+    step: WantedTurn | WholeTrajectory
+
+
+class TurnSampled(_Message, frozen=True):
+    """Answers SampleTurn: the worker has the turn. spans: see RolloutReply."""
+
+    call: int
+    tokens: int
+    spans: list[tuple[int, int, int]]
+
+
 class JudgedCall(_Message, frozen=True):
     """Answers Judge. reward: in [0, 1]; None, which the controller refuses, without a verifier."""
 
@@ -113,7 +186,10 @@ class JudgedCall(_Message, frozen=True):
 
 
 class ScoredCall(_Message, frozen=True):
-    """Answers Score: what is held now is a scored sample. ids: more, where the teacher selects."""
+    """Answers Score: the sequence is scored. size: of the whole sample as it is held now.
+
+    ids, shape: of the sequence; more ids, where the teacher selects.
+    """
 
     call: int
     ids: int
@@ -146,10 +222,30 @@ class CallFailed(_Message, frozen=True):
     status: int = 0
 
 
-Order = Generate | JudgeCall | ScoreCall | Look | Fetch | Release | Cancel | Close
-Call = Generate | JudgeCall | ScoreCall | Look | Fetch
+class GiveTurn(_Message, frozen=True):
+    """Lets a trajectory have the turn that was sampled; it has no answer.
+
+    wanted: as in SampleTurn. failure: why there is none.
+    """
+
+    key: str
+    wanted: str
+    failure: CallFailed | None = None
+
+
+Call = Generate | Play | NextStep | SampleTurn | JudgeCall | ScoreCall | Look | Fetch
 """An order that has an answer."""
-Answered = Generated | JudgedCall | ScoredCall | Looked | Fetched | CallFailed
+Order = Call | GiveTurn | Release | Cancel | Close
+Answered = (
+    Generated
+    | TrajectoryStep
+    | TurnSampled
+    | JudgedCall
+    | ScoredCall
+    | Looked
+    | Fetched
+    | CallFailed
+)
 """An answer to a call."""
 Answer = WorkerHello | Answered
 

@@ -44,6 +44,7 @@ from megatron_opd.data_workers.messages import (
     ScoredCall,
 )
 from megatron_opd.data_workers.requests import encode_request
+from megatron_opd.records.runs import SampledRun
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.types import (
     AnyRollout,
@@ -143,13 +144,13 @@ class WorkerPool:
         answer cannot be (checks.py). started_s, restarts: see Rollout.
         """
         worker = await self._owner(client.url)
-        number = next(self._numbers)
+        number = self.number()
         try:
             order = Generate(number, client.endpoint, encode_request(request))
             fault = partial(generated_fault, request, client.endpoint.known)
             work = self.connections.call(worker, order, Generated, fault)
             del order  # a prompt, while thousands of answers are awaited
-            answer = await self._deadlines(client).within(request.rid, work)
+            answer = await self.deadlines(client).within(request.rid, work)
             newest = max((version for version, *_ in answer.spans), default=0)
             require_synced(client.url, newest, client.known)
         except SamplesLost as error:
@@ -158,14 +159,14 @@ class WorkerPool:
             if worker.alive:  # the answer may be on its way, or here, and nobody waits for it now
                 self.connections.send(worker, Release([request.rid]))
             raise
-        self.release([prompt.uid])
-        self._held[prompt.uid] = worker, request.rid
+        self.hold(prompt.uid, worker, request.rid)
         prompt_tokens = len(prompt.token_ids_P)
+        run = SampledRun(0, prompt_tokens, prompt_tokens + answer.tokens)
         return HeldRollout(
             prompt=prompt,
             worker=worker.name,
             key=request.rid,
-            sizes=(SequenceSize(prompt_tokens + answer.tokens, answer.tokens, answer.ids),),
+            sizes=(SequenceSize(run.stop, answer.tokens, answer.ids),),
             cache=answer.size,
             geometric_logps=(answer.geometric_logp,),
             spans=tuple(VersionSpan(*span) for span in answer.spans),
@@ -174,6 +175,7 @@ class WorkerPool:
             finished_s=asyncio.get_running_loop().time(),
             engine=client.url,
             restarts=restarts,
+            runs=(run,),
         )
 
     async def judge(self, rollout: HeldRollout, task: str | None, answer: RightAnswer) -> float:
@@ -182,19 +184,26 @@ class WorkerPool:
         VerifierFailed. SamplesLost.
         """
         worker = self._holder(rollout)
-        order = JudgeCall(next(self._numbers), rollout.key, task, answer)
+        order = JudgeCall(self.number(), rollout.key, task, answer)
         reward = (await self.connections.call(worker, order, JudgedCall, judged_fault)).reward
         assert reward is not None, "that is a fault"
         return reward
 
     async def score(
-        self, client: ServerClient, rollout: HeldRollout, ask: TeacherAsk, teacher_vocab_size: int
+        self,
+        client: ServerClient,
+        rollout: HeldRollout,
+        ask: TeacherAsk,
+        teacher_vocab_size: int,
+        sequence: int = 0,
     ) -> tuple[HeldRollout, ScoreShape]:
-        """Let a client's server score what is held, in one try; return what is held then.
+        """Let a client's server score a sequence of what is held, in one try.
+
+        Returns what is held then, and the shape of the sequence's scores.
 
         teacher_vocab_size: ids of the teacher. BridgeError. ScoreRejected. SamplesLost.
         """
-        worker, number = self._holder(rollout), next(self._numbers)
+        worker, number = self._holder(rollout), self.number()
         rid = f"{ask.rid}-{number}."  # the server may still be busy with an earlier try
         order = ScoreCall(
             number,
@@ -202,17 +211,24 @@ class WorkerPool:
             rollout.key,
             msgspec.structs.replace(ask, rid=rid),
             teacher_vocab_size,
+            sequence,
         )
-        fault = partial(scored_fault, rollout, ask)
+        fault = partial(scored_fault, rollout, ask, sequence)
         work = self.connections.call(worker, order, ScoredCall, fault)
-        answer = await self._deadlines(client).within(rid, work)
-        if (answer.ids, answer.size) != (rollout.num_ids, rollout.cache):  # the teacher selected
-            (size,) = rollout.sizes
-            size = msgspec.structs.replace(size, ids=answer.ids)
-            rollout = msgspec.structs.replace(rollout, sizes=(size,), cache=answer.size)
+        answer = await self.deadlines(client).within(rid, work)
+        size = rollout.sizes[sequence]
+        if (answer.ids, answer.size) != (size.ids, rollout.cache):  # the teacher selected
+            sizes = list(rollout.sizes)
+            sizes[sequence] = msgspec.structs.replace(size, ids=answer.ids)
+            rollout = msgspec.structs.replace(rollout, sizes=tuple(sizes), cache=answer.size)
         return rollout, answer.shape
 
     # ------------------------------------------------------------ what is held
+
+    def hold(self, uid: int, worker: WorkerConnection, key: str) -> None:
+        """Note what a worker holds for a prompt; what was held before is let go of."""
+        self.release([uid])
+        self._held[uid] = worker, key
 
     def holds(self, sample: AnySample) -> bool:
         """Return whether the arrays of a sample are there, here or in a worker."""
@@ -238,7 +254,7 @@ class WorkerPool:
             lost: asyncio.Future[Rollout | Sample] = asyncio.get_running_loop().create_future()
             lost.set_exception(error)
             return lost
-        asked = self.connections.asked(worker, Fetch(next(self._numbers), rollout.key))
+        asked = self.connections.asked(worker, Fetch(self.number(), rollout.key))
         return asyncio.ensure_future(self._filled(found, worker, asked))
 
     async def _filled(
@@ -318,6 +334,16 @@ class WorkerPool:
 
     # ------------------------------------------------------------ who is there
 
+    def number(self) -> int:
+        """Return a number for a call, which no other has."""
+        return next(self._numbers)
+
+    async def idlest(self) -> WorkerConnection:
+        """Return the worker that plays the fewest trajectories; waits until there is one."""
+        while not (alive := self.connections.alive):
+            await self._until_changed()
+        return min(alive, key=lambda worker: worker.trajectories)
+
     def _joined(self, worker: WorkerConnection) -> None:
         self._coming.discard(worker.index)
         self._owners.clear()  # servers are shared out anew
@@ -357,7 +383,7 @@ class WorkerPool:
                 await self._until_changed()
         return self._owners[url]
 
-    def _deadlines(self, client: ServerClient) -> Deadlines:
+    def deadlines(self, client: ServerClient) -> Deadlines:
         """Return those of a server's requests; a worker asks how far they are."""
         if client not in self._asked_for:
             self._asked_for.add(client)
@@ -367,7 +393,7 @@ class WorkerPool:
     async def _progress(self, client: ServerClient) -> Progress:
         """Return how far a server is. BridgeError: it cannot be asked, or its worker cannot ask."""
         worker = await self._owner(client.url)
-        order = Look(next(self._numbers), client.endpoint)
+        order = Look(self.number(), client.endpoint)
         try:
             answer = await self.connections.call(worker, order, Looked, looked_fault)
         except (SamplesLost, SampleRejected, VerifierFailed, WorkerFailed) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron_opd.data.end_tokens import Ending
-from megatron_opd.data.judge import Judge
+from megatron_opd.data.judge import Judge, reward_of_turns
 from megatron_opd.data_workers.pool import WorkerPool
 from megatron_opd.records.types import AnyRollout, HeldRollout
 from megatron_opd.rollout.scorer import Reward
@@ -19,14 +19,10 @@ def make_reward(judge: Judge | None, ending: Ending, pool: WorkerPool | None = N
     async def reward(rollout: AnyRollout) -> float | None:
         prompt = rollout.prompt
         if not isinstance(rollout, HeldRollout):
-            if rollout.reward is not None:  # of its environment
-                return rollout.reward
-            ids = rollout.last_turn_ids.tolist()
-            if judge is None:
-                return None
-            return await judge.reward(prompt, ids, ending.beside(prompt.stop))
-        if judge is None:
-            return None
+            ids, ends = rollout.last_turn_ids.tolist(), ending.beside(prompt.stop)
+            return await reward_of_turns(judge, prompt, rollout.reward, ids, ends)
+        if judge is None or rollout.reward is not None:
+            return rollout.reward
         assert pool is not None, "a data worker holds the rollout"
         if prompt.answer is None or not judge.rewards(prompt):
             return None

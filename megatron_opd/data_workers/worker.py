@@ -27,16 +27,21 @@ from megatron_opd.data_workers.messages import (
     Fetch,
     Fetched,
     Generate,
+    GiveTurn,
     JudgeCall,
     Look,
+    NextStep,
     Order,
+    Play,
     Release,
+    SampleTurn,
     ScoreCall,
     WorkerHello,
     decode_order,
     encode,
 )
 from megatron_opd.data_workers.store import WorkerStore
+from megatron_opd.data_workers.under_way import Playroom
 from megatron_opd.wire.codec import BadMessage
 from megatron_opd.wire.dealer import Dealer, Disconnected, LostHow
 from megatron_opd.wire.keys import RankKeys
@@ -58,7 +63,7 @@ class Worker:
         index: which of the run's workers it is.
         host: where learner ranks reach this worker.
         keys: what a rank of the run has; they make the worker known to all others.
-        judge, draws: see WorkerStore.
+        judge, draws, room: see WorkerStore.
     """
 
     def __init__(
@@ -69,6 +74,7 @@ class Worker:
         keys: RankKeys,
         judge: Judge | None,
         draws: int,
+        room: Playroom | None = None,
     ) -> None:
         self._index = index
         self.refusals = Refusals(logger, "among the controller's orders")
@@ -76,7 +82,7 @@ class Worker:
         limits = SocketLimits(MAX_ORDER_BYTES)
         self._dealer = Dealer(self._context, address, keys.controller, keys.secret, limits)
         self._clients: dict[str, ServerClient] = {}
-        self._store = WorkerStore(self._client, judge, draws)
+        self._store = WorkerStore(self._client, judge, draws, room)
         self._data_server = DataServer(host, keys, self._store.frames)
         self._calls: dict[int, asyncio.Task[None]] = {}
 
@@ -94,6 +100,7 @@ class Worker:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._store.close()
             await asyncio.gather(*(client.close() for client in self._clients.values()))
             self._dealer.close()
             self._data_server.close()
@@ -125,6 +132,8 @@ class Worker:
             case Release():
                 for key in order.keys:
                     self._store.release(key)
+            case GiveTurn():
+                self._store.give(order)
             case Cancel():
                 task = self._calls.get(order.call)
                 if task is not None:
@@ -138,7 +147,7 @@ class Worker:
                 await asyncio.sleep(0)  # so that it has begun, and answers, when it is cancelled
         return True
 
-    def _begin(self, order: Generate | JudgeCall | ScoreCall | Look) -> None:
+    def _begin(self, order: Call) -> None:
         task = asyncio.create_task(self._answer(order))
         self._calls[order.call] = task
         task.add_done_callback(lambda _: self._calls.pop(order.call))
@@ -154,6 +163,12 @@ class Worker:
         match order:
             case Generate():
                 return self._store.generate(order)
+            case Play():
+                return self._store.play(order)
+            case SampleTurn():
+                return self._store.sample_turn(order)
+            case NextStep():
+                return self._store.next_step(order)
             case JudgeCall():
                 return self._store.judge(order)
             case ScoreCall():

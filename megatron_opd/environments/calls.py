@@ -18,18 +18,24 @@ from megatron_opd.environments.formats import CALLS, OPEN, TEXT, THOUGHT
 if TYPE_CHECKING:
     from transformers.utils.chat_parsing.response_templates import ResponseTemplate
 
+DATA_KEYS = frozenset({"const", "default", "enum", "examples"})
+"""Keys of a schema whose values are no schemas."""
 Tool = Mapping[str, Any]
 """A tool as chat templates take it: {"type": "function", "function": {name, parameters, ...}}."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """Holds one call. id: nine letters and digits. error: why it cannot be made; None: it can."""
+    """Holds one call. id: nine letters and digits. error: why it cannot be made; None: it can.
+
+    unread: name and arguments are not all that the turn says.
+    """
 
     id: str
     name: str
     arguments: Mapping[str, Any]
     error: str | None = None
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +75,8 @@ class CallReader:
             parser.feed(begun + text)
             found, _ = parser.finalize()
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            broken = ToolCall(
-                f"call{turn:03d}00", "", {}, f"the call cannot be read: {line(error)}"
-            )
+            what = f"the call cannot be read: {line(error)}"
+            broken = ToolCall(f"call{turn:03d}00", "", {}, what, unread=True)
             return Reply(turn, text, calls=(broken,))
         calls = tuple(
             self._checked(f"call{turn % 1000:03d}{number % 100:02d}", name, arguments)
@@ -81,14 +86,14 @@ class CallReader:
 
     def _checked(self, call: str, name: Any, arguments: Any) -> ToolCall:
         if isinstance(arguments, Unread):
-            return ToolCall(call, "", {}, arguments.why)
+            return ToolCall(call, "", {}, arguments.why, unread=True)
         if not isinstance(name, str) or name not in self._checks:
             known = listed(self._checks)
-            return ToolCall(call, "", {}, f"there is no tool {shown(name, 40)}; there is {known}")
+            what = f"there is no tool {shown(name, 40)}; there is {known}"
+            return ToolCall(call, "", {}, what, unread=True)
         if not isinstance(arguments, Mapping):
-            return ToolCall(
-                call, name, {}, f"arguments must be an object, got {shown(arguments, 40)}"
-            )
+            what = f"arguments must be an object, got {shown(arguments, 40)}"
+            return ToolCall(call, name, {}, what, unread=True)
         wrong = self._checks[name](arguments)
         return ToolCall(call, name, dict(arguments), wrong)  # pyright: ignore[reportUnknownArgumentType]
 
@@ -145,26 +150,53 @@ def _loaded(template: Mapping[str, Any]) -> ResponseTemplate:
 
 
 def _checker(name: str, schema: Any) -> Any:
-    """Return what says why arguments do not fit a schema, or None where they do."""
-    from jsonschema import SchemaError
+    """Return what says why arguments do not fit a schema, or None where they do.
+
+    ValueError: it is no schema of an object, or refers to what is not in it.
+    """
     from jsonschema.exceptions import best_match
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY  # the drafts themselves; fetches nothing
+    from referencing import Resource
+    from referencing.jsonschema import DRAFT202012
 
-    validator: Any = validator_for(schema)
+    if not isinstance(schema, Mapping):
+        raise ValueError(f"the parameters of tool {name} must be an object, got {shown(schema)}")
     try:
+        validator: Any = validator_for(schema)
         validator.check_schema(schema)
-    except SchemaError as error:
-        raise ValueError(
-            f"the parameters of tool {name} are no JSON schema: {error.message}"
-        ) from None
-    checks = validator(schema, registry=REGISTRY)
+        checks = validator(schema, registry=REGISTRY)
+        whole: Any = Resource.from_contents(schema, default_specification=DRAFT202012)
+        resolver: Any = REGISTRY.with_resource("", whole).resolver()
+        for reference in _references(schema):
+            resolver.lookup(reference)
+        best_match(checks.iter_errors({}))  # one that refers to itself alone has no end
+    except Exception as error:  # noqa: BLE001  it may break what reads it anywhere
+        said = line(getattr(error, "message", error))
+        raise ValueError(f"the parameters of tool {name} are no JSON schema: {said}") from None
 
     def wrong(arguments: Any) -> str | None:
-        found: Any = best_match(checks.iter_errors(arguments))
+        try:
+            found: Any = best_match(checks.iter_errors(arguments))
+        except Exception as error:  # noqa: BLE001  what was not met before
+            return line(f"the arguments cannot be checked: {error}")
         if found is None:
             return None
         where = ".".join(map(str, found.path))
         return line(f"wrong arguments{f' at {where}' if where else ''}: {found.message}")
 
     return wrong
+
+
+def _references(schema: Any) -> Iterator[str]:
+    """Return what a schema refers to, without parts that have an address of their own."""
+    if isinstance(schema, list | tuple):
+        for each in schema:  # pyright: ignore[reportUnknownVariableType]
+            yield from _references(each)
+    if not isinstance(schema, Mapping):
+        return
+    for key, each in schema.items():  # pyright: ignore[reportUnknownVariableType]
+        if key == "$ref" and isinstance(each, str):
+            yield each
+        elif key not in DATA_KEYS and not (isinstance(each, Mapping) and "$id" in each):
+            yield from _references(each)

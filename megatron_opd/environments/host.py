@@ -14,6 +14,7 @@ import resource
 import signal
 import socket
 import sys
+from pathlib import Path
 from typing import NoReturn
 
 from megatron_opd.config.wording import line
@@ -42,11 +43,16 @@ from megatron_opd.environments.wire import (
     unpacked,
 )
 from megatron_opd.records.drops import ENVIRONMENT_BAD_REPLY
+from sglang_bridge.lifetime import adopt_orphans
+
+COLLECT_S = 0.5
+"""How often what has ended is looked for where nothing is asked."""
 
 
 def main(descriptor: int, parent: int) -> None:
     """Answer packets of the socket `descriptor` until process `parent` closes it."""
     end_with_parent(parent)
+    adopt_orphans()  # of environments that have ended before what they started
     control = socket.socket(fileno=descriptor)
     setup = unpacked(control.recv(PACKET_BYTES))
     assert isinstance(setup, HostSetup), "the first message names the environment"
@@ -58,8 +64,13 @@ def main(descriptor: int, parent: int) -> None:
         return
     control.send(ready)
     pids: dict[int, int] = {}
+    control.settimeout(COLLECT_S)
     while True:
-        body, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, 1)
+        try:
+            body, descriptors, _, _ = socket.recv_fds(control, PACKET_BYTES, 1)
+        except TimeoutError:
+            _collect(pids)
+            continue
         if not body:
             return
         message = unpacked(body)
@@ -77,16 +88,24 @@ def main(descriptor: int, parent: int) -> None:
 
 
 def _collect(pids: dict[int, int]) -> None:
-    """Forget processes that have ended: from now on another may have their ids."""
+    """Forget processes that have ended: from now on another may have their ids.
+
+    What they have left is killed.
+    """
     for number, pid in list(pids.items()):
         if os.waitpid(pid, os.WNOHANG)[0]:
             del pids[number]
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text(encoding="ascii")
+    for orphan in set(map(int, children.split())) - set(pids.values()):
+        kill_tree(orphan)
+        os.waitpid(orphan, 0)
 
 
 def _become_environment(descriptor: int, host: int, setup: HostSetup) -> NoReturn:
     """Answer the questions of one trajectory, then exit."""
     with contextlib.suppress(BaseException):  # it may not return to the host's loop
         end_with_parent(host)
+        adopt_orphans()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_AS, (setup.memory_bytes, setup.memory_bytes))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -99,13 +118,16 @@ async def _answer_all(connection: socket.socket, setup: HostSetup) -> None:
     guarded = GuardedEnvironment(environment, setup.limits)
     reader, writer = await asyncio.open_connection(sock=connection)
     while True:
-        ask = await read_ask(reader)
-        try:
-            body = framed(await _answer(guarded, ask))
-        except (TypeError, ValueError, OverflowError) as error:
-            body = framed(AnswerFailed(ENVIRONMENT_BAD_REPLY, line(error)))
-        writer.write(body)
+        writer.write(await answer(guarded, await read_ask(reader)))
         await writer.drain()
+
+
+async def answer(guarded: GuardedEnvironment, ask: Ask) -> bytes:
+    """Return what goes back to a question, as it goes through the socket."""
+    try:
+        return framed(await _answer(guarded, ask))
+    except (TypeError, ValueError, OverflowError) as error:  # a number that msgpack does not have
+        return framed(AnswerFailed(ENVIRONMENT_BAD_REPLY, line(error)))
 
 
 async def _answer(guarded: GuardedEnvironment, ask: Ask) -> HostAnswer:

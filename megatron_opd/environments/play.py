@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron_opd.config.wording import line
 from megatron_opd.data.chats import ASSISTANT, Chat, ChatMessage, chat_like, tools_of
@@ -21,6 +21,7 @@ from megatron_opd.environments.guarded import Partner
 from megatron_opd.environments.preflight import History
 from megatron_opd.environments.protocol import EnvironmentRow
 from megatron_opd.environments.replayed import replayed, turn_text
+from megatron_opd.environments.told import answered_by, made_calls
 from megatron_opd.environments.trajectory import (
     BuiltTrajectory,
     EndReason,
@@ -28,7 +29,10 @@ from megatron_opd.environments.trajectory import (
     TrajectoryLimits,
 )
 from megatron_opd.environments.turns import TurnEncoder
+from megatron_opd.records.branches import Branch
 from megatron_opd.records.drops import EMPTY_RESPONSE, ENVIRONMENT_BAD_REPLY, ENVIRONMENT_TOO_LONG
+from megatron_opd.records.turn_faults import MOST_REWARD, is_reward
+from megatron_opd.records.types import MadeCall
 
 ResultT = TypeVar("ResultT")
 _OPENED = 32
@@ -37,21 +41,33 @@ _OPENED = 32
 
 @dataclass(frozen=True, slots=True)
 class TurnSample:
-    """Holds the ids of one turn. cut: it was ended by its limit, and is not finished."""
+    """Holds the ids of one turn. cut: it was ended by its limit, and is not finished.
+
+    cached: of the ids before it, those that its server had computed before.
+    """
 
     ids: Sequence[int]
     cut: bool = False
+    cached: int = 0
 
 
-Sampler = Callable[[Sequence[int], int], Awaitable[TurnSample]]
-"""Samples one turn from the ids before it, of at most so many ids."""
+class TurnSampler(Protocol):
+    """Samples the turns of one trajectory."""
+
+    async def __call__(
+        self, ids: Sequence[int], room: int, *, stop: Sequence[str] = ()
+    ) -> TurnSample:
+        """Return a turn that follows `ids`, of at most `room` ids, up to a string of `stop`."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class PlayedTurn:
     """Counts one turn. reward: what the environment gave it, if anything.
 
-    environment_s: seconds in which it was answered.
+    environment_s: seconds in which it was answered. branch: why it begins another sequence.
+    ignored: settings that its call asked for, and that are the run's. made, answered_by: see
+    records.TurnFigures.
     """
 
     num_sampled: int
@@ -59,6 +75,10 @@ class PlayedTurn:
     num_call_errors: int = 0
     reward: float | None = None
     environment_s: float = 0.0
+    branch: Branch = ""
+    ignored: int = 0
+    made: tuple[MadeCall, ...] = ()
+    answered_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +118,7 @@ class Player:
         self._history: History = history
         self._readers: dict[str, CallReader] = {}
 
-    async def play(self, partner: Partner, row: EnvironmentRow, sample: Sampler) -> Played:
+    async def play(self, partner: Partner, row: EnvironmentRow, sample: TurnSampler) -> Played:
         """Run a trajectory. EnvironmentFailed: there is none; what `sample` raises."""
         chat = self._encoder.how.chat_of(await partner.start(row))
         builder = TrajectoryBuilder(_made(lambda: self._encoder.first(chat)), self._limits)
@@ -108,9 +128,10 @@ class Player:
         turns: list[PlayedTurn] = []
         sampled: list[Sequence[int]] = []
         ended: EndReason | None = None
+        branch: Branch = ""
         reply = Reply(0, "")
         while ended is None:
-            opened, room = self._decoded(builder.ids[-_OPENED:]), builder.room
+            opened, (room, limit) = opened_by(self._encoder, builder.ids), builder.room
             turn = await sample(list(builder.ids), room)
             if not turn.ids:
                 raise EnvironmentFailed(EMPTY_RESPONSE, f"turn {len(turns) + 1} has no token")
@@ -120,20 +141,34 @@ class Player:
             reply = self._reader(chat).read(text, len(turns), opened)
             chat = chat_like(chat, (*chat, ChatMessage(ASSISTANT, text)))
             if turn.cut:
-                turns.append(PlayedTurn(len(turn.ids)))
-                ended = "max_tokens" if room < self._limits.max_turn_tokens else "max_turn_tokens"
+                turns.append(PlayedTurn(len(turn.ids), branch=branch))
+                ended = limit
                 continue
             begun_s = time.monotonic()
             answer = await partner.step(reply)
             wrong = sum(call.error is not None for call in reply.calls)
-            counts = (len(turn.ids), len(reply.calls), wrong)
-            turns.append(PlayedTurn(*counts, answer.reward, time.monotonic() - begun_s))
+            turns.append(
+                PlayedTurn(
+                    len(turn.ids),
+                    len(reply.calls),
+                    wrong,
+                    answer.reward,
+                    time.monotonic() - begun_s,
+                    branch,
+                    made=made_calls(reply.calls),
+                    answered_by=answered_by(answer.messages),
+                )
+            )
             ended = "done" if answer.ended else builder.limit
             if ended is None:
                 chat = chat_like(chat, (*chat, *answer.messages))
-                self._go_on(builder, chat, answer.messages, sampled)
+                branch = self._go_on(builder, chat, answer.messages, sampled)
                 ended = builder.limit
-        return Played(builder.built(), tuple(turns), ended, chat, reply.text)
+        played = Played(builder.built(), tuple(turns), ended, chat, reply.text)
+        if not is_reward(played.reward or 0.0):
+            what = f"its rewards must have a finite sum of at most {MOST_REWARD:g} in size"
+            raise EnvironmentFailed(ENVIRONMENT_BAD_REPLY, what)
+        return played
 
     def _go_on(
         self,
@@ -141,15 +176,12 @@ class Player:
         chat: Chat,
         messages: Chat,
         sampled: Sequence[Sequence[int]],
-    ) -> None:
+    ) -> Branch:
         if self._history == "append":
             builder.give(_made(lambda: self._encoder.added(messages, sampled[-1], chat)))
-        else:
-            builder.replay(_made(lambda: replayed(self._encoder, chat, sampled)))
-
-    def _decoded(self, ids: Sequence[int]) -> str:
-        tokenizer: Any = self._encoder.tokenizer
-        return tokenizer.decode(ids, skip_special_tokens=False)
+            return ""
+        rewritten = builder.replay(_made(lambda: replayed(self._encoder, chat, sampled)))
+        return "rewritten" if rewritten else ""
 
     def _reader(self, chat: Chat) -> CallReader:
         tools = tools_of(chat)
@@ -158,6 +190,12 @@ class Player:
             assert self._format is not None or not tools, "an environment with tools has a format"
             self._readers[key] = _made(lambda: CallReader(self._format or PLAIN, tools))
         return self._readers[key]
+
+
+def opened_by(encoder: TurnEncoder, ids: Sequence[int]) -> str:
+    """Return the last text before a turn, which says how the template has begun it."""
+    tokenizer: Any = encoder.tokenizer
+    return tokenizer.decode(ids[-_OPENED:], skip_special_tokens=False)
 
 
 def _made(make: Callable[[], ResultT]) -> ResultT:

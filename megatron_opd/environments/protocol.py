@@ -8,14 +8,14 @@ asynchronous: other trajectories go on while it waits.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from megatron_opd.config.import_path import is_import_path, load_object
 from megatron_opd.config.wording import line, shown
-from megatron_opd.data.chats import Chat
+from megatron_opd.data.chats import Chat, chat_of
 from megatron_opd.environments.calls import Reply
-from megatron_opd.records.types import RightAnswer
+from megatron_opd.records.types import Prompt, RightAnswer
 
 Messages = str | Sequence[Mapping[str, Any]]
 """A text, which is a user's message, or messages: {"role": ..., "content": ...} and what a chat
@@ -27,11 +27,21 @@ class EnvironmentRow:
     """Holds the row that a trajectory is about.
 
     answer: what the row's verifier compares with. seed: of the trajectory, for what is random.
+    columns: those of environment.columns, by name. tools: the row's own, of which the student is
+    told what the environment declares.
     """
 
     prompt: str | Chat
     answer: RightAnswer | None = None
     seed: int = 0
+    columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    tools: Sequence[Mapping[str, Any]] = ()
+
+
+def row_of(prompt: Prompt, seed: int) -> EnvironmentRow:
+    """Return what an environment is told of a prompt. seed: of the trajectory."""
+    asked = chat_of(prompt.messages, prompt.tools) if prompt.messages else prompt.text
+    return EnvironmentRow(asked, prompt.answer, seed, prompt.columns, prompt.tools)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from megatron_opd.data.chats import ASSISTANT, Chat, ChatMessage, chat_like
-from megatron_opd.environments.literal import SPOKEN
+from megatron_opd.data.literal import SPOKEN
 from megatron_opd.environments.turns import TurnEncoder
 
 
@@ -24,11 +24,12 @@ def replayed(encoder: TurnEncoder, chat: Chat, turns: Sequence[Sequence[int]]) -
     """Return the ids of a conversation that goes on, with the generation prompt.
 
     turns: the sampled ids of the last assistant's messages of `chat`, in order; their contents are
-    `turn_text` of them. ValueError: as TurnEncoder.first.
+    `turn_text` of them. One without ids was not sampled. ValueError: as TurnEncoder.first.
     """
     marked = encoder.literal.marked(chat)
     text = encoder.written(marked)
-    spoken = encoder.written(chat_like(marked, _spoken(marked, len(turns))))
+    spoken = encoder.written(chat_like(marked, _spoken(marked, turns)))
+    turns = [turn for turn in turns if turn]
     parts = spoken.split(SPOKEN)
     if "".join(parts) != text or len(parts) != len(turns) + 1:
         return encoder.literal.ids(text)
@@ -55,10 +56,11 @@ def _after(encoder: TurnEncoder, ids: list[int], turn: Sequence[int]) -> list[in
     return ids
 
 
-def _spoken(chat: Chat, turns: int) -> list[ChatMessage]:
-    """Return messages in which the ends of the last assistant's ones can be found."""
+def _spoken(chat: Chat, turns: Sequence[Sequence[int]]) -> list[ChatMessage]:
+    """Return messages in which the ends of the assistant's that were sampled can be found."""
     answers = [n for n, message in enumerate(chat) if message.role == ASSISTANT]
-    marked = set(answers[len(answers) - turns :])
+    last = answers[len(answers) - len(turns) :]
+    marked = {n for n, turn in zip(last, turns, strict=True) if turn}
     return [
         m._replace(content=m.content + SPOKEN) if n in marked else m for n, m in enumerate(chat)
     ]

@@ -12,24 +12,63 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_opd.records.runs import SampledRun
+from megatron_opd.config.environment import EnvironmentSection
+from megatron_opd.records.runs import SampledRun, last_turn_of
 from megatron_opd.records.types import IntArray
 
-EndReason = Literal["done", "max_turns", "max_tokens", "max_turn_tokens", "max_sequences"]
+EndReason = Literal[
+    "done", "max_turns", "max_tokens", "max_sampled_tokens", "max_turn_tokens", "max_sequences"
+]
 """Why a trajectory ended: its environment said so, or the first limit that it met."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrajectoryLimits:
-    """Limits a trajectory. max_tokens: given and sampled ids of all its sequences together.
+    """Limits a trajectory. max_tokens: given and sampled ids of each of its sequences.
 
     max_turn_tokens: sampled ids of one turn. max_sequences: the first one included.
+    max_sampled_tokens: sampled ids of all sequences together; None: what the others allow.
     """
 
     max_turns: int
     max_tokens: int
     max_turn_tokens: int
     max_sequences: int = 1
+    max_sampled_tokens: int | None = None
+
+    @property
+    def most_sampled(self) -> int:
+        """Returns the largest number of sampled ids that all limits together allow."""
+        allowed = min(self.max_turns * self.max_turn_tokens, self.max_sequences * self.max_tokens)
+        return min(self.max_sampled_tokens or allowed, allowed)
+
+    def room(self, length: int, sampled: int) -> tuple[int, EndReason]:
+        """Return how many ids the next turn may have, and the limit that leaves it no more.
+
+        length: ids that it follows. sampled: ids of all turns before it, of all sequences.
+        """
+        rooms: list[tuple[int, EndReason]] = [
+            (self.max_turn_tokens, "max_turn_tokens"),
+            (self.max_tokens - length, "max_tokens"),
+            (self.most_sampled - sampled, "max_sampled_tokens"),
+        ]
+        left, limit = min(rooms, key=lambda room: room[0])
+        return max(left, 0), limit
+
+
+def trajectory_limits(config: EnvironmentSection, max_new_tokens: int) -> TrajectoryLimits:
+    """Return the limits of a trajectory; max_new_tokens: of a turn, where the section has none."""
+    return TrajectoryLimits(
+        config.max_turns,
+        config.max_tokens,
+        min(
+            config.max_turn_tokens or max_new_tokens,
+            config.max_tokens,
+            config.max_sampled_tokens or config.max_tokens,
+        ),
+        config.most_sequences,
+        config.max_sampled_tokens,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +82,11 @@ class BuiltTrajectory:
     def num_sampled(self) -> int:
         """Returns the number of sampled ids, T."""
         return sum(run.num_tokens for run in self.runs)
+
+    @property
+    def last_turn_ids(self) -> IntArray:
+        """Returns the ids of the turn that was sampled last."""
+        return last_turn_of(self.sequences, self.runs)
 
     @property
     def num_given(self) -> int:
@@ -70,10 +114,9 @@ class TrajectoryBuilder:
         return self._turns
 
     @property
-    def room(self) -> int:
-        """Returns how many ids the next turn may have; 0: none, see `limit`."""
-        left = self._limits.max_tokens - sum(map(len, self._sequences))
-        return max(min(left, self._limits.max_turn_tokens), 0)
+    def room(self) -> tuple[int, EndReason]:
+        """Returns how many ids the next turn may have, and why no more; 0: none, see `limit`."""
+        return self._limits.room(len(self.ids), sum(run.num_tokens for run in self._runs))
 
     @property
     def limit(self) -> EndReason | None:
@@ -82,7 +125,8 @@ class TrajectoryBuilder:
             return "max_turns"
         if len(self._sequences) > self._limits.max_sequences:
             return "max_sequences"
-        return None if self.room else "max_tokens"
+        room, limit = self.room
+        return None if room else limit
 
     def sample(self, ids: Sequence[int]) -> None:
         """Add a turn's ids, of which there is at least one."""

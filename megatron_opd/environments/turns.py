@@ -16,9 +16,9 @@ from itertools import count, takewhile
 from typing import TYPE_CHECKING, Any
 
 from megatron_opd.data.chats import ASSISTANT, TOOL, USER, Chat, ChatMessage, chat_like
+from megatron_opd.data.literal import MARK, LiteralEncoder
 from megatron_opd.data.render import Rendering, said
 from megatron_opd.data.spoken import apply_template
-from megatron_opd.environments.literal import MARK, LiteralEncoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,7 +1,8 @@
 """Defines what a run, the host of its environments and their processes say to each other.
 
-Invariant: a message is msgpack that msgspec decodes into a typed record; nothing that arrives is
-executed. To the host each is one packet; to an environment a length of four bytes goes before it.
+Invariant: a message is one that msgspec decodes into a typed record; nothing that arrives is
+executed. To the host each is one packet of JSON, which an agent's reads without our packages; to an
+environment msgpack, with a length of four bytes before it.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 import msgspec
 
 from megatron_opd.data.chats import ChatMessage
-from megatron_opd.data.verifiers.messages import read_body, with_length
+from megatron_opd.data.verifiers.messages import decoded, read_body, with_length
 from megatron_opd.environments.calls import Reply
-from megatron_opd.environments.guarded import Answered, EnvironmentLimits
+from megatron_opd.environments.guarded import EnvironmentLimits
 from megatron_opd.environments.protocol import EnvironmentRow
+from megatron_opd.environments.words import Answered
 
 PACKET_BYTES = 2**17
 """Largest message to or from the host, which a socket of Linux takes at once."""
@@ -91,14 +93,14 @@ Message = HostSetup | OpenEnvironment | EndEnvironment | HostReady | HostRefused
 Ask = StartAsk | StepAsk
 HostAnswer = StartSaid | StepSaid | AnswerFailed
 _ENCODER = msgspec.msgpack.Encoder()
-_PACKETS: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
+_PACKETS: msgspec.json.Decoder[Message] = msgspec.json.Decoder(Message)
 _ASKS: msgspec.msgpack.Decoder[Ask] = msgspec.msgpack.Decoder(Ask)
 _SAID: msgspec.msgpack.Decoder[HostAnswer] = msgspec.msgpack.Decoder(HostAnswer)
 
 
 def packet(message: Message) -> bytes:
     """Return a message as one packet. ValueError: it is longer."""
-    body = _ENCODER.encode(message)
+    body = msgspec.json.encode(message)
     if len(body) > PACKET_BYTES:
         raise ValueError(
             "environment: the arguments and the tools must each have at most "
@@ -124,4 +126,4 @@ async def read_ask(reader: asyncio.StreamReader) -> Ask:
 
 async def read_said(reader: asyncio.StreamReader, most_bytes: int) -> HostAnswer:
     """Read the next answer. EOFError: its process is gone; ValueError: this is no message."""
-    return _SAID.decode(await read_body(reader, most_bytes, "an answer"))
+    return decoded(_SAID, await read_body(reader, most_bytes, "an answer"))

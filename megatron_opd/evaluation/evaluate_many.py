@@ -27,7 +27,7 @@ from megatron_opd.data.files import data_crc32
 from megatron_opd.errors import RunFailed, UserError, checked
 from megatron_opd.evaluation.best import NotConverted, convert_step
 from megatron_opd.evaluation.evaluate import Questions, ask, questions_of
-from megatron_opd.evaluation.measure import EvaluationReport
+from megatron_opd.evaluation.reports import EvaluationReport
 from megatron_opd.metrics.sinks import write_json
 from megatron_opd.output import check_plot, check_writable, new_table
 
@@ -111,7 +111,9 @@ def asked(questions: Questions) -> dict[str, Any]:
     template = questions.template.as_json()
     read = {"clock": template["clock"], "template": template["source"]}
     task = {"task": config.data.task, "seed": config.run.seed} | ends
-    return {"sets": sets} | task | data | read
+    environment = config.environment
+    played = {} if environment is None else {"environment": environment.model_dump(mode="json")}
+    return {"sets": sets} | task | data | read | played
 
 
 def clock_of(record: Path) -> datetime | None:

@@ -19,13 +19,12 @@ from typing import Any
 from megatron_opd.config.evaluation import ACCURACY, EvaluationConfig
 from megatron_opd.config.sections import DEFAULT_TEACHER
 from megatron_opd.data.judge import Judge
-from megatron_opd.evaluation.measure import (
-    CompletionPort,
-    EvaluationPlan,
-    EvaluationReport,
-    evaluate,
-)
+from megatron_opd.environments.playing import Playing
+from megatron_opd.evaluation.examiner import EvaluationPlan
+from megatron_opd.evaluation.measure import evaluate
+from megatron_opd.evaluation.ports import CompletionPort
 from megatron_opd.evaluation.progress import Evaluated, EvaluationProgress, best_of, without_gain
+from megatron_opd.evaluation.reports import EvaluationReport
 from megatron_opd.evaluation.sets import EvaluatedSet
 from sglang_bridge.errors import one_line
 
@@ -36,7 +35,8 @@ class Surroundings:
 
     port: returns what samples from the student. updates: returns those that the learner has made.
     elapsed_s: returns the seconds since training began. record: takes each row. end_early: ends
-    training after the update that is being made. say: tells the user.
+    training after the update that is being made. say: tells the user. playing: runs trajectories;
+    None: problems are answered once.
     """
 
     port: Callable[[], CompletionPort]
@@ -45,6 +45,7 @@ class Surroundings:
     record: Callable[[Mapping[str, Any]], None]
     end_early: Callable[[], None]
     say: Callable[[str], None]
+    playing: Playing | None = None
 
 
 class Evaluations:
@@ -53,7 +54,7 @@ class Evaluations:
     Args:
         config: when, and what follows.
         sets: by name, in order; none where nothing is evaluated.
-        judge: says which completions are right.
+        judge: says which completions are right; None: environments do, or nothing is evaluated.
         run: what they need of it.
         last_update: updates of the whole run.
     """
@@ -276,8 +277,7 @@ class Evaluations:
     async def _evaluate(
         self, port: CompletionPort, each: EvaluatedSet, plan: EvaluationPlan
     ) -> EvaluationReport:
-        assert self._judge is not None, "sets are only evaluated with a verifier"
-        return await evaluate(port, each.prompts, self._judge, plan)
+        return await evaluate(port, each.prompts, self._judge, plan, self._run.playing)
 
     def _fails(self, updates: int, name: str, error: Exception) -> None:
         self.failed += 1

@@ -14,11 +14,14 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from megatron_opd.config.evaluation import ACCURACY, PASS_AT
-from megatron_opd.evaluation.measure import EvaluationReport
+from megatron_opd.evaluation.reports import EvaluationReport, TurnMeans
 from megatron_opd.metrics.sinks import json_ready
 
 NOT_OF_THE_REPORT = ("update", "set", "lag_steps", "seconds", "time_s", "unix_time_s")
 BY_K = ("pass_at_k", "pass_at_k_stderr_pct")
+OF_TURNS = tuple(each.name for each in fields(TurnMeans))
+"""Keys of rows whose answers are trajectories; the others have none of them."""
+OF_ALL = tuple(each.name for each in fields(EvaluationReport) if each.name != "turns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class Evaluated:
 def evaluated_from(row: Mapping[str, Any]) -> Evaluated:
     """Return what `Evaluated.row` wrote. ValueError: it is not such a row."""
     try:
-        report = report_from({f.name: row[f.name] for f in fields(EvaluationReport)})
+        played = [key for key in OF_TURNS if key in row]
+        report = report_from({key: row[key] for key in (*OF_ALL, *played)})
         found = Evaluated(**{key: row[key] for key in NOT_OF_THE_REPORT}, report=report)
         whole = (found.update, found.lag_steps)
         times = (found.seconds, found.time_s, found.unix_time_s)
@@ -72,12 +76,14 @@ def evaluated_from(row: Mapping[str, Any]) -> Evaluated:
 def report_from(found: Mapping[str, Any]) -> EvaluationReport:
     """Return what `EvaluationReport.as_dict` wrote; null errors are nan.
 
-    ValueError, TypeError, AttributeError: it is none.
+    ValueError, TypeError, KeyError, AttributeError: it is none.
     """
     known = dict(found)
     for key in BY_K:
         known[key] = {int(k): _number(each) for k, each in found[key].items()}
     known["stderr_pct"] = _number(found["stderr_pct"])
+    if any(key in known for key in OF_TURNS):
+        known["turns"] = TurnMeans(**{key: _number(known.pop(key)) for key in OF_TURNS})
     report = EvaluationReport(**known)
     for figure in (report.accuracy_pct, report.mean_response_tokens, report.truncated_pct):
         if type(figure) not in (int, float):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_opd.config.evaluation import SetSettings
 from megatron_opd.config.schema import Config
-from megatron_opd.evaluation.measure import EvaluationPlan
+from megatron_opd.evaluation.examiner import EvaluationPlan
 from megatron_opd.records.types import Prompt
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from megatron_opd.config.sections import DEFAULT_TEACHER
 from megatron_opd.evaluation.evaluations import Evaluations, in_words
-from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import Evaluated
+from megatron_opd.evaluation.reports import EvaluationReport
 
 
 def summary_of(found: Evaluations, after: int | None) -> dict[str, Any]:

@@ -15,9 +15,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import Protocol
 
-from megatron_opd.config.roles import STUDENT, Role
+from megatron_opd.config.roles import STUDENT, Role, followers, gets_weights
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import is_server_url
 from megatron_opd.errors import UserError
@@ -50,8 +51,8 @@ class Elastic:
         supervisor: watches what is added.
         processes: ends what was started here.
         take_in: puts a server that suits the run into a role's fleet; returns its client.
-        remove_server: drops a student server between two weight syncs; returns why it may hold a
-            part of a weight sync's group still.
+        remove_server: drops a server that gets weights, between two weight syncs; returns why it
+            may hold a part of a weight sync's group still.
         say: tells the user.
 
     added, removed: urls, in order.
@@ -77,8 +78,13 @@ class Elastic:
 
     @property
     def outliving(self) -> tuple[str, ...]:
-        """Returns the student servers that stay when the run ends: something else started them."""
-        return (*self._config.student.urls, *self.added)
+        """Returns the servers that were sent weights and stay when the run ends.
+
+        Something else started them.
+        """
+        config = self._config
+        written = [config.served[role].urls for role in (STUDENT, *followers(config))]
+        return (*chain.from_iterable(written), *self.added)
 
     def present(self, role: Role) -> frozenset[str]:
         """Return the urls of a role's servers, also of those that are lost and may come back."""
@@ -111,8 +117,9 @@ class Elastic:
             self._supervisor.keep(role, url, client)
         self._counted[role, url] = (_now_s(), 0)
         self.added.append(url)
-        waits = role == STUDENT and fleet.syncs
-        when = "samples once the next weight sync gave it weights" if waits else "serves"
+        waits = fleet.syncs
+        work = "samples" if role == STUDENT else "scores"
+        when = f"{work} once the next weight sync gave it weights" if waits else "serves"
         return self._announced(f"{role} server {url} is added: it {when}")
 
     # ------------------------------------------------------------ remove
@@ -131,7 +138,7 @@ class Elastic:
             cut_off = await self._drained(url, roles)
             clients = [self._fleets[r].client(url) for r in roles if self._is_in(r, url)]
             held = None
-            if STUDENT in roles:
+            if any(gets_weights(self._config, role) for role in roles):
                 held = await self._remove_server(url, lambda: self._drop(roles, url))
             else:
                 self._drop(roles, url)
@@ -160,7 +167,8 @@ class Elastic:
         self, roles: tuple[Role, ...], clients: list[ServerClient], held: str | None
     ) -> str:
         """Make a server elsewhere what it was when it started; return what the user is told."""
-        if STUDENT not in roles or not clients or clients[0].known_version == 0:
+        written = any(gets_weights(self._config, role) for role in roles)
+        if not written or not clients or clients[0].known_version == 0:
             return "another run may use it"
         if self._config.student.quantization is not None:
             return "restart it before another run uses it, as its weights are this run's"

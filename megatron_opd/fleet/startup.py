@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron_opd.checkpoint.claimant import Claimant
-from megatron_opd.config.roles import STUDENT, Role, section_of
+from megatron_opd.config.roles import STUDENT, Role, gets_weights, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.data.end_tokens import EndTokens
@@ -90,8 +90,9 @@ async def join_role(
     students elsewhere are not cut as the learner. UserError: one is not what the role needs.
     """
     section = section_of(config, role)
+    claim = claimant.claim(writes=gets_weights(config, role))
     try:
-        infos = await servers_ready(fleet, wait_s, used=used, claim=claimant.claim(role))
+        infos = await servers_ready(fleet, wait_s, used=used, claim=claim)
     except BridgeError as error:
         if not section.urls:
             raise
@@ -125,7 +126,7 @@ async def take_in(
     client = make_client(section, url, api_key)
     try:
         info = await client.info()
-        await client.claim(claimant.claim(role))
+        await client.claim(claimant.claim(writes=gets_weights(config, role)))
         deterministic = config.run.deterministic
         check_served(role, info, section, model, deterministic=deterministic, fresh=new)
         if model.trained is not None:

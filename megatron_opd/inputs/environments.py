@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from itertools import islice
 
+from megatron_opd.config.environment import AgentConfig, EnvironmentConfig, UserConfig
+from megatron_opd.config.roles import Role, section_of
 from megatron_opd.config.schema import Config
+from megatron_opd.config.tree import key_of_teacher
 from megatron_opd.data.chats import USER, chat_of
 from megatron_opd.data.prompts import PromptSet
+from megatron_opd.data.render import Rendering
+from megatron_opd.environments.agent.endpoint import agent_endpoint
+from megatron_opd.environments.agent.playing import AgentPlaying
+from megatron_opd.environments.hosted import HostedPlaying
+from megatron_opd.environments.playing import Playing
 from megatron_opd.environments.preflight import check_branch, note, rewrites
-from megatron_opd.environments.settings import environment_host, player
+from megatron_opd.environments.protocol import row_of
+from megatron_opd.environments.settings import agent_host, agent_student, environment_host, player
 from megatron_opd.environments.turns import TurnEncoder
+from megatron_opd.environments.user import UserPart, UserPlaying, check_user
 from megatron_opd.errors import UserError, checked
-from megatron_opd.inputs.models import CheckedModels, ending_of
+from megatron_opd.inputs.models import RESERVED_TOKENS, CheckedModels, ending_of
 from megatron_opd.inputs.rendering import rendering_of
-from megatron_opd.rollout.trajectories import Playing
+from megatron_opd.inputs.tokenizers import load_tokenizer
+from megatron_opd.rollout.generator import TurnFleet
+from megatron_opd.rollout.user_voice import TeacherVoice
 
 ROWS = 16
 """Conversations of each data file with which the chat template is tried."""
@@ -28,6 +40,37 @@ def turn_encoder(config: Config, models: CheckedModels) -> TurnEncoder | None:
         return None
     rendering = rendering_of(config.data, models.template)
     return checked(lambda: TurnEncoder(tokenizer, rendering, ending_of(config, models).token_ids))
+
+
+def user_part(config: Config, models: CheckedModels, train: Sequence[PromptSet]) -> UserPart | None:
+    """Return how a teacher plays the user; None where none does, or its tokenizer is not here.
+
+    Its chat template is tried on rows of the data. Raises UserError.
+    """
+    name, user = config.user_teacher, config.environment
+    if name is None or not isinstance(user, UserConfig):
+        return None
+    role = key_of_teacher(name)
+    facts, ends = models.models.teachers[role], models.ends.get(role)
+    if ends is None:
+        return None
+    tokenizer = load_tokenizer(facts.path, f"{role}.model")
+    if tokenizer.chat_template is None:
+        raise UserError(
+            f"{role}.model must have a chat template to play the user of environment.type user, "
+            f"got {facts.path} without one; add a chat_template.jinja to it"
+        )
+    how = Rendering(chat_template=True, clock=models.template.clock, section=role)
+    context = (section_of(config, role).context_length or facts.context_length) - RESERVED_TOKENS
+    encoder = checked(lambda: TurnEncoder(tokenizer, how, ends.ids))
+    part = UserPart(user, encoder, context, role)
+    for file in train:
+        for prompt in islice(file.examples, ROWS):
+            try:
+                check_user(part, row_of(prompt, 0))
+            except ValueError as error:
+                raise UserError(f"{role}.model: {error}") from None
+    return part
 
 
 def environment_notes(
@@ -57,17 +100,61 @@ def environment_notes(
 
 
 @asynccontextmanager
-async def playing(config: Config, encoder: TurnEncoder | None) -> AsyncIterator[Playing | None]:
-    """Keep what plays a run's trajectories, None without an environment. Raises UserError."""
+async def playing(
+    config: Config,
+    encoder: TurnEncoder | None,
+    user: UserPart | None,
+    fleets: Mapping[Role, TurnFleet],
+) -> AsyncIterator[Playing | None]:
+    """Keep what plays a run's trajectories, None without an environment. Raises UserError.
+
+    fleets: the servers of all roles, of which a teacher's may play the user.
+    """
     async with AsyncExitStack() as stack:
-        found = None
-        if config.environment is not None and encoder is not None:
-            host = environment_host(config.environment)
-            most = config.rollout.max_new_tokens
+        found: Playing | None = None
+        section = config.environment
+        if section is not None and encoder is not None:
             try:
-                await stack.enter_async_context(host)
-                own = player(config.environment, encoder, most, tools=bool(host.tools))
+                if isinstance(section, AgentConfig):
+                    found = await _agents(config, section, encoder, stack)
+                elif user is not None:
+                    found = _played(config, user, encoder, fleets)
+                else:
+                    found = await _hosted(config, section, encoder, stack)
             except ValueError as error:
                 raise UserError(str(error)) from None
-            found = Playing(host, own)
         yield found
+
+
+async def _hosted(
+    config: Config, section: EnvironmentConfig, encoder: TurnEncoder, stack: AsyncExitStack
+) -> Playing:
+    host = await stack.enter_async_context(environment_host(section))
+    most = config.rollout.max_new_tokens
+    return HostedPlaying(host, player(section, encoder, most, tools=bool(host.tools)))
+
+
+def _played(
+    config: Config, user: UserPart, encoder: TurnEncoder, fleets: Mapping[Role, TurnFleet]
+) -> Playing:
+    fleet = fleets[user.role]
+    ends = sorted(user.encoder.end_ids)
+    voice = TeacherVoice(user.config, config.scoring.attempts, fleet, ends)
+    most = config.rollout.max_new_tokens
+    return UserPlaying(user, voice, player(user.config, encoder, most, tools=False))
+
+
+async def _agents(
+    config: Config, section: AgentConfig, encoder: TurnEncoder, stack: AsyncExitStack
+) -> Playing:
+    try:
+        host = await stack.enter_async_context(agent_host(section))
+    except OSError as error:
+        raise ValueError(
+            f"environment.interpreter: {section.interpreter} cannot be started: {error.strerror}; "
+            "name a Python"
+        ) from None
+    sampling = {"temperature": config.rollout.temperature, "top_p": config.rollout.top_p}
+    endpoint = await stack.enter_async_context(agent_endpoint(section.message_bytes, sampling))
+    student = agent_student(section, encoder, config.rollout.max_new_tokens)
+    return AgentPlaying(host, endpoint, student, section.timeout_s)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron_opd.config.roles import Role
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
+from megatron_opd.config.teacher import TeacherConfig
 from megatron_opd.errors import UserError
 from sglang_bridge.server import option_rules, options
 
@@ -30,8 +31,9 @@ def check_extra_args(section: ServerConfig, role: Role) -> None:
         raise UserError(
             f"{key} must be whole options of SGLang, one list item per argument: {error}"
         ) from None
+    follows = isinstance(section, TeacherConfig) and section.source.follows
     for option, setting in given.items():
-        why = option_rules.why_refused(setting, role)
+        why = option_rules.why_refused(setting, role, follows=follows)
         if setting == "quantization" and section.quantization is not None:
             why = f"use {role}.quantization"
         if why is not None:

@@ -21,7 +21,8 @@ from megatron_opd.checkpoint.hf_files import (
 )
 from megatron_opd.config.roles import STUDENT, Role
 from megatron_opd.config.schema import Config
-from megatron_opd.config.servers import ServerConfig, Trust
+from megatron_opd.config.servers import ServerConfig
+from megatron_opd.config.teacher import Trust
 from megatron_opd.config.wording import shown
 from megatron_opd.errors import UserError, checked
 from megatron_opd.inputs.served_rules import (

@@ -14,7 +14,8 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.tree import key_of_teacher
 from megatron_opd.config.wording import shown
 from megatron_opd.data.end_tokens import Ending, EndTokens, read_end_tokens
-from megatron_opd.data.template import RunTemplate
+from megatron_opd.data.template import RunTemplate, Source
+from megatron_opd.environments.trajectory import trajectory_limits
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.megatron_settings import check_megatron
 from megatron_opd.inputs.model_facts import (
@@ -47,7 +48,8 @@ RESERVED_TOKENS = 7
 class CheckedModels:
     """Holds every role's model, the student's first, and the tokenizer that they share.
 
-    ends: what ends a response of each, of those whose tokenizer is here.
+    teachers: tokenizers of the teachers, of those that are here. ends: what ends a response of
+    each, of those whose tokenizer is here. written: the chat templates of teachers' checkpoints.
     tokenizer: None, and absent: a line for each, where `opd check` plans with what is not here.
     template: what the tokenizer renders chats with. notes: what the user should know.
     """
@@ -56,6 +58,10 @@ class CheckedModels:
     tokenizer: PreTrainedTokenizerBase | None
     absent: tuple[str, ...]
     ends: Mapping[Role, EndTokens]
+    teachers: Mapping[Role, PreTrainedTokenizerBase] = field(
+        default_factory=dict[Role, "PreTrainedTokenizerBase"]
+    )
+    written: Mapping[Role, Source] = field(default_factory=dict[Role, "Source"])
     template: RunTemplate = field(default_factory=RunTemplate)
     notes: tuple[str, ...] = ()
 
@@ -87,6 +93,7 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
             served_tensors(facts.path, f"{role}.model", facts.raw)
     tokenizer = None
     ends: dict[Role, EndTokens] = {}
+    of_teachers: dict[Role, PreTrainedTokenizerBase] = {}
     if STUDENT not in absent or has_tokenizer(student.path):
         tokenizer = load_tokenizer(student.path, "student.model")
         check_cut(student, tokenizer)
@@ -95,6 +102,7 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
             if role not in absent or has_tokenizer(facts.path):
                 guard = config.scoring.guard
                 theirs = check_tokenizer(facts.path, f"{role}.model", tokenizer, guard)
+                of_teachers[role] = theirs
                 notes += further_notes(config, f"{role}.model", tokenizer, theirs)
                 check_padding(f"{role}.model", facts.vocab_size, student.vocab_size, tokenizer)
                 ends[role] = ends_of(config, f"{role}.model", facts, theirs)
@@ -104,7 +112,7 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
     check_latent(config, models)
     check_memory(config, models)
     lines = (f"{role}.model {served[role].path}: {what} not here" for role, what in absent.items())
-    return CheckedModels(models, tokenizer, tuple(lines), ends, notes=tuple(notes))
+    return CheckedModels(models, tokenizer, tuple(lines), ends, of_teachers, notes=tuple(notes))
 
 
 def ending_of(config: Config, models: CheckedModels) -> Ending:
@@ -182,8 +190,18 @@ def check_memory(config: Config, models: RunModels) -> None:
 
 
 def longest_sample(config: Config, student: ModelFacts) -> int:
-    """Return the tokens of the longest prompt and response that a run may train on."""
-    return prompt_limit(config, student) + config.rollout.max_new_tokens
+    """Return the tokens of the longest sequence, given and sampled, that a run may train on."""
+    return sum(longest_row(config, student))
+
+
+def longest_row(config: Config, student: ModelFacts) -> tuple[int, int]:
+    """Return the given and the sampled tokens of the longest sequence that a run may train on."""
+    most = config.rollout.max_new_tokens
+    if config.environment is None:
+        return prompt_limit(config, student), most
+    limits = trajectory_limits(config.environment, most)
+    sampled = min(limits.most_sampled, limits.max_tokens - 1)  # behind a prompt
+    return limits.max_tokens - sampled, sampled
 
 
 def cut_vocabulary(config: Config, student: ModelFacts) -> ModelFacts:
@@ -376,6 +394,17 @@ def prompt_limit(config: Config, student: ModelFacts) -> int:
             "it, or raise student.context_length"
         )
     return min(config.data.max_prompt_tokens, room)
+
+
+def teacher_prompt_limit(config: Config, models: RunModels) -> int:
+    """Return the longest prompt, in tokens, behind which every teacher can score a response."""
+    contexts = [
+        section_of(config, role).context_length or facts.context_length
+        for role, facts in models.served.items()
+        if role != STUDENT
+    ]
+    room = RESERVED_TOKENS + config.rollout.max_new_tokens
+    return max(0, min(contexts, default=0) - room)
 
 
 def check_ends(key: str, info: ServerInfo, ends: EndTokens) -> None:

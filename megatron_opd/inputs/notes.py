@@ -120,9 +120,10 @@ def _aborting(config: Config) -> str | None:
 
 
 def _teacher(config: Config) -> str | None:
-    if not config.all_teachers or config.estimator.reads_teacher:
+    unread = [name for name in config.all_teachers if name != config.user_teacher]
+    if not unread or config.estimator.reads_teacher:
         return None
-    keys = ", ".join(map(key_of_teacher, config.all_teachers))
+    keys = ", ".join(map(key_of_teacher, unread))
     return (
         f"{keys} has no effect: objective.type {config.objective.type} reads no teacher, so no "
         "server is started for it"

@@ -6,18 +6,19 @@ One function reads it for `opd run` and for `opd check`, so that they cannot dis
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron_opd.config.mixture_rules import may_mix
 from megatron_opd.config.roles import teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.data.files import is_source
 from megatron_opd.data.judge import Judge
-from megatron_opd.data.prompt_rules import PromptRules
+from megatron_opd.data.prompt_rules import ONE_TEACHER, PromptRules
 from megatron_opd.data.prompts import WHOLE_BYTES, PromptFile, PromptSet
 from megatron_opd.data.records import Columns
 from megatron_opd.data.response_text import ResponseText
@@ -26,12 +27,19 @@ from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.environments.turns import TurnEncoder
+from megatron_opd.environments.user import UserPart
 from megatron_opd.errors import UserError, checked
 from megatron_opd.inputs.disk_space import disk_notes
-from megatron_opd.inputs.environments import environment_notes, turn_encoder
+from megatron_opd.inputs.environments import environment_notes, turn_encoder, user_part
 from megatron_opd.inputs.kept_data import Begun, Shape
 from megatron_opd.inputs.model_facts import trust_note
-from megatron_opd.inputs.models import CheckedModels, check_models, ending_of, prompt_limit
+from megatron_opd.inputs.models import (
+    CheckedModels,
+    check_models,
+    ending_of,
+    prompt_limit,
+    teacher_prompt_limit,
+)
 from megatron_opd.inputs.notes import notes, sampler_gaps
 from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.inputs.prompts import (
@@ -44,18 +52,27 @@ from megatron_opd.inputs.prompts import (
     lasting,
     seen_problems,
     skipped_lines,
+    unhinted_notes,
     unseen_keys,
 )
 from megatron_opd.inputs.quantised import quantised_note
-from megatron_opd.inputs.rendering import rendering_notes, rendering_of, with_template
+from megatron_opd.inputs.rendering import (
+    readings_of,
+    rendering_notes,
+    rendering_of,
+    with_template,
+)
 from megatron_opd.inputs.same_tokenizer import end_notes
 from megatron_opd.inputs.sinks import check_sinks
+from megatron_opd.inputs.template_preflight import template_notes_of_teachers
 from megatron_opd.inputs.verifiers import check_isolation, row_tasks
 from megatron_opd.inputs.weights import unread_note
 from megatron_opd.metrics.token_texts import Decode
 from megatron_opd.models.hf_config import rope_note
 from megatron_opd.models.rope import yarn_note
+from megatron_opd.records.mixtures import shares_of
 from megatron_opd.records.types import Prompt
+from megatron_opd.rollout.first_scores import RESPONSES
 from megatron_opd.rollout.teacher_guard import PROMPTS
 
 if TYPE_CHECKING:
@@ -72,7 +89,8 @@ class Inputs:
     name, without those that are not here or not needed. judge: None when the task has no verifier
     or the tokenizer is not here. absent: what was not here to be checked. notes: what the user
     should know. shape: of the training files, None where not all of them was read. state: what the
-    controller continues from. turns: encodes what an environment says; None without one.
+    controller continues from. turns: encodes what an environment says; None without one. user: how
+    a teacher plays the user; None where none does.
     """
 
     checked: CheckedModels
@@ -84,6 +102,7 @@ class Inputs:
     shape: Shape | None = None
     state: ControllerState = NOTHING_YET
     turns: TurnEncoder | None = None
+    user: UserPart | None = None
 
 
 def read_inputs(
@@ -108,10 +127,10 @@ def read_inputs(
     wanted = config.evaluation.problems if config.evaluation.runs else 0
     if wanted and not config.data.heldout:
         raise UserError(f"data.heldout must be a file when evaluation.problems is {wanted}")
-    if wanted:
+    if wanted and config.environment is None:  # which may give rewards
         checked(lambda: get_verifier(config.data.task))
     check_isolation(config)
-    models, changed = with_template(config.data, check_models(config, plan=plan), kept)
+    models, changed = with_template(config, check_models(config, plan=plan), kept)
     gaps = sampler_gaps(config, models.student.spec)
     absent = list(models.absent)
     elsewhere = bool(models.absent) and not data
@@ -134,7 +153,7 @@ def read_inputs(
         check_enough(config, train, shape)
     absent += [f"data.train {path}: not here" for path in gone]
     judge = None if models.tokenizer is None else make_judge(config, models.tokenizer)
-    turns = turn_encoder(config, models)
+    turns, user = turn_encoder(config, models), user_part(config, models, train)
     every = (*train, *heldout.values())
     said = (
         *notes(config),
@@ -149,9 +168,11 @@ def read_inputs(
         ),
         *changed,
         *rendering_notes(config, models, every),
+        *template_notes_of_teachers(config, models, train),
         *environment_notes(config, turns, train),
         *drawn_notes(train),
         *unseen,
+        *unhinted_notes(config, train),
         *skipped_lines(every),
         *changed_data,
         *lasting(config, train, shape),
@@ -161,7 +182,7 @@ def read_inputs(
             for line in seen_problems(train, key_of_set(config, name), each.path, each.examples)
         ),
     )
-    return Inputs(models, train, heldout, judge, tuple(absent), said, shape, state, turns)
+    return Inputs(models, train, heldout, judge, tuple(absent), said, shape, state, turns, user)
 
 
 def model_notes(models: CheckedModels) -> list[str]:
@@ -250,32 +271,40 @@ def prompt_rules(config: Config, models: CheckedModels, *, heldout: bool) -> Pro
     data, student = config.data, models.student
     # held-out problems are the student's own
     teacher_key = None if heldout else data.teacher_key
-    choices = {} if teacher_key is None else {teacher_key: tuple(teacher_roles(config))}
+    teachers = {} if teacher_key is None else {teacher_key: tuple(teacher_roles(config))}
+    mixture = config.scoring.mixture
     limit_key = None if heldout else data.max_new_tokens_key  # an evaluation has its own limit
     # what learns from rewards would drop every sample of a row without one
-    needed = heldout or config.estimator.reads_reward
+    needed = (heldout or config.estimator.reads_reward) and config.environment is None
     return PromptRules(
         Columns(
             chats=(data.prompt_key,),
+            teacher_prompt=None if heldout else data.teacher_prompt_key,
             tools=data.tools_key if data.chat_template else None,
             answers=(data.answer_key,),
             needed=needed,
-            choices=choices,
+            teachers=teachers,
+            mixes=may_mix(config),
             limits={} if limit_key is None else {limit_key: config.rollout.max_new_tokens},
             stops=() if data.stop_key is None else (data.stop_key,),
             names=(data.id_key,),
             tasks={} if data.task_key is None else {data.task_key: row_tasks(config, needed)},
+            passed_on=() if config.environment is None else config.environment.columns,
             # so are all of their answers
             reward_weight=None if heldout else data.reward_weight_key,
             teacher_weight=None if heldout else data.teacher_weight_key,
         ),
         max_tokens=prompt_limit(config, student),
+        max_teacher_tokens=teacher_prompt_limit(config, models.models),
+        hinted=data.without_teacher_prompt == "skip" and not heldout,
         teacher_key=teacher_key,
         rendering=rendering_of(data, models.template),
         continues=data.continue_assistant,
         max_bad_fraction=data.max_bad_fraction,
         vocab_size=student.vocab_size,
         keeps_chats=config.environment is not None,
+        readings={} if heldout else readings_of(config, models),
+        shares=shares_of(mixture) if mixture else ONE_TEACHER,
     )
 
 
@@ -346,6 +375,8 @@ def prepare(
         ends=inputs.checked.ends,
         ending=ending_of(config, inputs.checked),
         turns=inputs.turns,
+        user=inputs.user,
+        first=tuple(every[:RESPONSES]),
         template=inputs.checked.template,
         notes=inputs.notes,
         shape=inputs.shape,
@@ -354,7 +385,16 @@ def prepare(
 
 
 def probes_of(prompts: Iterable[Prompt], teacher: str) -> tuple[Prompt, ...]:
-    """Return the first prompts that `teacher` scores, repeated if few; any if it has none."""
+    """Return the first prompts that `teacher` scores, repeated if few; any if it has none.
+
+    They are as it reads them.
+    """
     every = tuple(prompts)
-    own = [prompt for prompt in every if prompt.teacher == teacher]
+    own = [
+        prompt
+        if prompt.teacher_ids_Q is None
+        else replace(prompt, token_ids_P=prompt.teacher_ids_Q, teacher_ids_Q=None)
+        for prompt in every
+        if teacher in dict(prompt.shares)
+    ]
     return tuple(islice(cycle(own or every), PROMPTS))

@@ -15,6 +15,7 @@ from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.environments.turns import TurnEncoder
+from megatron_opd.environments.user import UserPart
 from megatron_opd.inputs.kept_data import Shape
 from megatron_opd.inputs.model_facts import ModelFacts
 from megatron_opd.metrics.token_texts import Decode
@@ -30,9 +31,10 @@ class Prepared:
     verifier. decode: turns token ids into text. probes: training prompts by teacher, to look at its
     scores before the run. ends: the ids that end a response of every role's model. ending: what
     ends a response of the run, besides its row's own strings. turns: encodes what an environment
-    says; None without one. template: what chats are rendered
-    with. train: the files that prompts are drawn from. notes: for the terminal. shape: of the
-    training files. state: what the controller continues from.
+    says; None without one. first: training prompts, the first ones. user: how a teacher plays the
+    user; None where none does. template: what chats are rendered with. train: the files that
+    prompts are drawn from. notes: for the terminal. shape: of the training files. state: what the
+    controller continues from.
     """
 
     student: ModelFacts
@@ -47,6 +49,8 @@ class Prepared:
     ending: Ending
     shape: Shape
     turns: TurnEncoder | None = None
+    user: UserPart | None = None
+    first: tuple[Prompt, ...] = ()
     template: RunTemplate = field(default_factory=RunTemplate)
     notes: tuple[str, ...] = ()
     state: ControllerState = NOTHING_YET

@@ -166,4 +166,4 @@ def _without_row(member: GroupMember) -> GroupMember:
         return GroupMember(sample=replace(member.sample, rollout=rollout))
     if member.rollout is not None:
         return GroupMember(rollout=replace(member.rollout, prompt=prompt))
-    return GroupMember(prompt=prompt)
+    return GroupMember(prompt=prompt, turns=member.turns)

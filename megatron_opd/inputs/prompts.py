@@ -28,6 +28,7 @@ from megatron_opd.records.types import Prompt
 OPTIONAL_KEYS = (
     "max_new_tokens_key",
     "stop_key",
+    "teacher_prompt_key",
     "task_key",
     "reward_weight_key",
     "teacher_weight_key",
@@ -225,18 +226,32 @@ def unseen_keys(config: Config, train: Sequence[PromptSet]) -> list[str]:
     unseen = frozenset.intersection(*(frozenset(each.tally.unseen) for each in train))
     whole = all(each.whole for each in train)
     rows, lines = sum(each.tally.rows for each in train), list[str]()
-    for key in OPTIONAL_KEYS:
-        name = getattr(config.data, key)
+    named = [(f"data.{key}", getattr(config.data, key), "it null") for key in OPTIONAL_KEYS]
+    passed_on = () if config.environment is None else config.environment.columns
+    named += [("environment.columns", name, "it out") for name in passed_on]
+    for key, name, remedy in named:
         if name not in unseen:
             continue
         if whole:
             raise UserError(
-                f"data.{key} must name a column of data.train, got {name!r}, which no row has; "
-                "leave it null"
+                f"{key} must name a column of data.train, got {name!r}, which no row has; "
+                f"leave {remedy}"
             )
         if reads_by_row(train):
-            lines.append(f"data.{key}: none of the {rows} rows read so far has {name!r}")
+            lines.append(f"{key}: none of the {rows} rows read so far has {name!r}")
     return lines
+
+
+def unhinted_notes(config: Config, train: Sequence[PromptSet]) -> list[str]:
+    """Return a line for each file of which some rows lack what their teacher would read."""
+    key = config.data.teacher_prompt_key
+    return [
+        f"data.teacher_prompt_key: {each.tally.unhinted} of {each.tally.rows} rows of {each.path} "
+        f"have no {key!r}: their teacher reads the student's prompt; to leave them out set "
+        "data.without_teacher_prompt to skip"
+        for each in train
+        if each.tally.unhinted
+    ]
 
 
 def drawn_notes(train: Sequence[PromptSet]) -> list[str]:

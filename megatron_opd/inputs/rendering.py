@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from datetime import datetime
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron_opd.checkpoint.run_dir import RunDir
+from megatron_opd.config.roles import teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import DataConfig
+from megatron_opd.config.teacher import TeacherConfig
+from megatron_opd.config.tree import key_of_teacher
 from megatron_opd.data.chats import USER, ChatMessage
 from megatron_opd.data.marks import Marker
+from megatron_opd.data.prompt_rules import TeacherReading
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.render import PROBES, Rendering, unread_kwargs
 from megatron_opd.data.spoken import apply_template
@@ -58,38 +61,97 @@ def template_of_run(run_dir: Path) -> RunTemplate | None:
 
 
 def with_template(
-    data: DataConfig, models: CheckedModels, kept: RunTemplate | None
+    config: Config, models: CheckedModels, kept: RunTemplate | None
 ) -> tuple[CheckedModels, list[str]]:
-    """Give the tokenizer the chat template of a run; return lines on what has changed since.
+    """Give the tokenizers the chat templates of a run; return lines on what has changed since.
 
     kept: what the run has rendered with so far; None: it begins. Raises UserError.
     """
-    fresh = RunTemplate() if kept is None else RunTemplate(kept.clock)
-    tokenizer, lines = models.tokenizer, list[str]()
-    if tokenizer is None or not data.chat_template:
-        return replace(models, template=fresh), lines
-    file = data.chat_template if isinstance(data.chat_template, Path) else None
-    origin = str((file or models.student.path).resolve())
-    now, problem = tokenizer.chat_template, None
-    if file is not None:
-        try:
-            now = read_template(file)
-        except ValueError as error:
-            now, problem = None, str(error)
-    found: Source = now
-    if kept is not None and kept.origin == origin:
-        found = kept.source
-        if found != now:
+    template = RunTemplate() if kept is None else RunTemplate(kept.clock)
+    tokenizer, lines, named = models.tokenizer, list[str](), config.data.chat_template
+    if tokenizer is not None and named:
+        before = None if kept is None else (kept.origin, kept.source)
+        own = _Origin("data.chat_template", named, models.student.path)
+        origin, source = own.template(tokenizer, before, lines)
+        own_file = isinstance(named, Path)
+        template = replace(template, origin=origin, source=source, own=own_file)
+        tokenizer.chat_template = source
+    teachers: dict[str, tuple[str, Source]] = {}
+    written: dict[str, Source] = {}
+    for role, theirs in models.teachers.items():
+        written[role] = theirs.chat_template
+        section = config.served[role]
+        if not isinstance(section, TeacherConfig) or not section.own_reading:
+            continue
+        if section.chat_template is None:
+            theirs.chat_template = template.source
+        elif section.chat_template:
+            before = None if kept is None else kept.teachers.get(role)
+            path = models.models.teachers[role].path
+            own = _Origin(f"{role}.chat_template", section.chat_template, path)
+            teachers[role] = own.template(theirs, before, lines)
+            theirs.chat_template = teachers[role][1]
+    template = replace(template, teachers=teachers)
+    return replace(models, written=written, template=template), lines
+
+
+@dataclass(frozen=True, slots=True)
+class _Origin:
+    """Says which key names a chat template, what it says, and which model has one besides."""
+
+    key: str
+    named: bool | Path
+    model: Path
+
+    def template(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        kept: tuple[str | None, Source] | None,
+        lines: list[str],
+    ) -> tuple[str, Source]:
+        """Return where it came from, and its text as the run has had it so far. UserError."""
+        file = self.named if isinstance(self.named, Path) else None
+        origin = str((file or self.model).resolve())
+        now, problem = tokenizer.chat_template, None
+        if file is not None:
+            try:
+                now = read_template(file, self.key)
+            except ValueError as error:
+                now, problem = None, str(error)
+        if kept is None or kept[0] != origin:
+            if problem is not None:
+                raise UserError(problem)
+            return origin, now
+        if kept[1] != now:
             lines.append(
-                f"data.chat_template: the chat template of {origin} has changed or is gone; the "
-                "run goes on with the one that it began with"
+                f"{self.key}: the chat template of {origin} has changed or is gone; the run goes "
+                "on with the one that it began with"
             )
-    elif problem is not None:
-        raise UserError(problem)
-    tokenizer.chat_template = found
-    return replace(
-        models, template=replace(fresh, origin=origin, source=found, own=file is not None)
-    ), lines
+        return origin, kept[1]
+
+
+def readings_of(config: Config, models: CheckedModels) -> dict[str, TeacherReading]:
+    """Return how the teachers with a reading of their own turn prompts into ids, by their names."""
+    found: dict[str, TeacherReading] = {}
+    for name, role in teacher_roles(config).items():
+        if not config.all_teachers[name].own_reading or role not in models.teachers:
+            continue
+        vocab_size, how = models.models.teachers[role].vocab_size, reading_of(config, models, name)
+        found[name] = TeacherReading(models.teachers[role], how, vocab_size)
+    return found
+
+
+def reading_of(config: Config, models: CheckedModels, name: str) -> Rendering:
+    """Return how the prompts of a teacher become text; where it says nothing, as the student's."""
+    data, section = config.data, config.all_teachers[name]
+    template, kwargs = section.chat_template, section.chat_template_kwargs
+    return Rendering(
+        bool(data.chat_template if template is None else template),
+        data.system_prompt if section.system_prompt is None else section.system_prompt,
+        data.chat_template_kwargs if kwargs is None else kwargs,
+        models.template.clock,
+        key_of_teacher(name),
+    )
 
 
 def rendering_notes(config: Config, models: CheckedModels, every: Sequence[PromptSet]) -> list[str]:
@@ -97,62 +159,58 @@ def rendering_notes(config: Config, models: CheckedModels, every: Sequence[Promp
     if models.tokenizer is None:
         return []
     if config.data.chat_template:
-        found = template_notes(
-            config.data.chat_template_kwargs, models.tokenizer, models.template.clock
-        )
+        found = template_notes(rendering_of(config.data, models.template), models.tokenizer)
     else:
         found = frame_notes(models.tokenizer)
+    for each in readings_of(config, models).values():
+        if each.rendering.chat_template:
+            found += template_notes(each.rendering, each.tokenizer)
     return found + [line for each in every for line in each.tally.marked_lines]
 
 
-def template_notes(
-    kwargs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, clock: datetime
-) -> list[str]:
+def template_notes(how: Rendering, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return what a chat template reads, does not read, or leaves to the tokenizer."""
     lines: list[str] = []
-    unread = unread_kwargs(tokenizer, kwargs)
+    unread = unread_kwargs(tokenizer, how.template_kwargs)
     if unread:
         lines.append(
-            "data.chat_template_kwargs: the tokenizer's chat template does not read "
+            f"{how.key}_kwargs: the tokenizer's chat template does not read "
             f"{', '.join(unread)}, which has no effect"
         )
     named = sources(tokenizer)
     if len(named) > 1:
         tools = f"; {TOOLS} for rows with tools" if TOOLS in named else ""
         lines.append(
-            f"data.chat_template: of the tokenizer's chat templates {', '.join(named)} the one "
+            f"{how.key}: of the tokenizer's chat templates {', '.join(named)} the one "
             f"named {DEFAULT} is used{tools}"
         )
     if reads_clock(tokenizer):
         lines.append(
-            "data.chat_template: the chat template reads the clock; for every prompt of the run, "
-            f"after --resume too, it stands at {clock.isoformat(sep=' ')}"
+            f"{how.key}: the chat template reads the clock; for every prompt of the run, after "
+            f"--resume too, it stands at {how.clock.isoformat(sep=' ')}"
         )
     begin = Marker(tokenizer).frame[0]
     bos = str(tokenizer.decode(begin, skip_special_tokens=False))
     if begin and not any("bos_token" in text or bos in text for text in named.values()):
         lines.append(
-            f"data.chat_template: prompts begin without {bos}, which the tokenizer puts in front "
+            f"{how.key}: prompts begin without {bos}, which the tokenizer puts in front "
             "of texts and the chat template does not write"
         )
-    return lines + _unopened(kwargs, tokenizer, clock)
+    return lines + _unopened(how, tokenizer)
 
 
-def _unopened(
-    kwargs: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase, clock: datetime
-) -> list[str]:
+def _unopened(how: Rendering, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Return a line if the template leaves it to the model to begin an answer."""
     eos: Any = tokenizer.eos_token
     try:
-        asked = apply_template(
-            tokenizer, (ChatMessage(USER, PROBES[0]),), kwargs, clock, answer=True
-        )
+        chat = (ChatMessage(USER, PROBES[0]),)
+        asked = apply_template(tokenizer, chat, how.template_kwargs, how.clock, answer=True)
     except Exception:  # noqa: BLE001  rendering says why
         return []
     if not eos or not asked.rstrip().endswith(eos):
         return []
     return [
-        f"data.chat_template: prompts end with {eos}: the chat template begins no answer, which "
+        f"{how.key}: prompts end with {eos}: the chat template begins no answer, which "
         "then begins as the model likes; most write the assistant's role if add_generation_prompt"
     ]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from math import isclose, log
 from typing import Any, Literal
 
-from megatron_opd.config.servers import Trust
+from megatron_opd.config.teacher import Trust
 from megatron_opd.config.wording import shown
 from megatron_opd.models.hf_config import check_delta_nets
 

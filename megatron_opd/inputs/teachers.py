@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import uuid
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 import numpy as np
 
 from megatron_opd.checkpoint.hf_formats import is_quantised
-from megatron_opd.config.roles import Role, section_of, teacher_roles
+from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.inputs.second_pass import second_pass
 from megatron_opd.metrics.teacher_health import TeacherWatch
+from megatron_opd.rollout.first_scores import FirstAsk, first_responses, first_scores
 from megatron_opd.rollout.teacher_guard import TOKENS, ProbedServer, TeacherProbe, bound_nats, probe
 from sglang_bridge.errors import BadReply, one_line
 from sglang_bridge.protocol import ScoreRequest
@@ -35,11 +37,13 @@ async def check_teachers(
     servers: Mapping[str, Sequence[ProbedServer]],
     *,
     second: bool = True,
+    students: Sequence[ProbedServer] = (),
 ) -> list[str]:
     """Probe every server of every teacher, by name; returns lines for the user.
 
     With scoring.guard `refuse` a nonsense teacher is a UserError, with `warn` a line. second:
-    compare the scores with another program's forward pass too.
+    compare the scores with another program's forward pass too. students: servers whose first
+    responses are scored.
     """
     if config.scoring.guard == "off":
         return []
@@ -68,6 +72,31 @@ async def check_teachers(
         if second and found:
             passages = found[urls[0]].passages
             lines += await _compare(config, role, servers[name], passages)
+    return lines + await _first_lines(config, prepared, servers, students)
+
+
+async def _first_lines(
+    config: Config,
+    prepared: Prepared,
+    servers: Mapping[str, Sequence[ProbedServer]],
+    students: Sequence[ProbedServer],
+) -> list[str]:
+    """Return how teachers score the student's first responses; nothing without its servers."""
+    if not students:
+        return []
+    name = f"first-{uuid.uuid4().hex[:8]}"
+    backoff, ends = Backoff(config.scoring.attempts), prepared.ending.token_ids
+    most = config.rollout.max_new_tokens
+    sampled = FirstAsk(name, config.rollout.temperature, most, backoff, ends)
+    scored = replace(sampled, temperature=config.scoring.temperature)
+    responses = (await _answers(STUDENT, [first_responses(students, prepared.first, sampled)]))[0]
+    lines: list[str] = []
+    for teacher, role in teacher_roles(config).items():
+        own = [each for each in responses if teacher in dict(each.prompt.shares)]
+        if own and servers[teacher]:
+            (found,) = await _answers(role, [first_scores(servers[teacher], own, scored)])
+            follows = config.all_teachers[teacher].source.type != "checkpoint"
+            lines += found.lines(role, follows=follows)
     return lines
 
 

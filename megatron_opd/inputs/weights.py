@@ -26,7 +26,7 @@ from megatron_opd.checkpoint.hf_formats import (
     presented,
     require_known,
 )
-from megatron_opd.config.servers import Trust
+from megatron_opd.config.teacher import Trust
 from megatron_opd.errors import UserError
 from megatron_opd.models.file_kinds import other_kind
 from megatron_opd.models.spec import ModelSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megatron_opd.checkpoint.hf_formats import require_known
-from megatron_opd.config.roles import STUDENT, Role, section_of
+from megatron_opd.config.roles import STUDENT, Role, followers, gets_weights, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.errors import UserError
@@ -59,9 +59,10 @@ def make_spec(
         quantization=section.quantization,
         weights_dir=_weights_dir(config, role),
         shares_memory=role == STUDENT and config.schedule.time_shared,
+        follows=role in followers(config),
         gpus=gpus,
         interface=config.cluster.interface,
-        num_ids=num_shared_ids(config) if role == STUDENT else None,
+        num_ids=num_shared_ids(config) if gets_weights(config, role) else None,
         model_key=f"{role}.model",
         extra_args=section.extra_args,
     )

@@ -9,7 +9,7 @@ from rich.console import Console
 
 from megatron_opd.config.load import dump_config
 from megatron_opd.config.sft import SftConfig
-from megatron_opd.data.pairs import pair_rules, read_pairs
+from megatron_opd.data.examples import example_rules, read_examples
 from megatron_opd.data.template import this_moment
 from megatron_opd.errors import RunFailed, UserError, checked
 from megatron_opd.inputs.megatron_settings import check_megatron
@@ -27,18 +27,18 @@ GRACE_S = 5.0
 CONSOLE = Console(highlight=False)
 
 
-def checked_pairs(config: SftConfig, spec: ModelSpec) -> list[str]:
+def checked_examples(config: SftConfig, spec: ModelSpec) -> list[str]:
     """Read every file as the learner will; return what the user should know. Raises UserError."""
     tokenizer = load_tokenizer(config.init, "init")
     clock = this_moment()
     try:
-        rules = pair_rules(config, tokenizer, spec, clock)
+        rules = example_rules(config, tokenizer, spec, clock)
         files = [path for path in (config.train, config.validation) if path is not None]
-        notes = [note for path in files for note in read_pairs(path, tokenizer, rules).notes]
+        notes = [note for path in files for note in read_examples(path, tokenizer, rules).notes]
     except ValueError as error:
         raise UserError(_in_words_of_sft(str(error))) from None
     if config.chat_template:
-        notes += template_notes(config.chat_template_kwargs, tokenizer, clock)
+        notes += template_notes(rules.rendering, tokenizer)
     else:
         notes += frame_notes(tokenizer)
     return [_in_words_of_sft(note) for note in notes]
@@ -63,7 +63,7 @@ def run_sft(config: SftConfig) -> int:
         check_weights(config.init, "init", spec)
     checked(lambda: spec.check_parallel(parallel, uneven=config.learner.uneven_stages))
     check_megatron(spec, config.learner)
-    for note in checked_pairs(config, spec):
+    for note in checked_examples(config, spec):
         CONSOLE.print(f"note: {note}", soft_wrap=True, markup=False)
     placement = checked(lambda: place([learner_part(config.learner)], gpus_here()))
     with tempfile.TemporaryDirectory(prefix="opd-sft-") as scratch:

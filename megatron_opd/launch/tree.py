@@ -7,7 +7,6 @@ so none escapes; if that program itself is killed, its child ends, and what foll
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -17,11 +16,9 @@ from functools import partial
 
 import psutil
 
-from sglang_bridge.lifetime import signal_at_end_of_parent
+from sglang_bridge.lifetime import adopt_orphans, signal_at_end_of_parent
 
 POLL_S = 0.02
-_PR_SET_CHILD_SUBREAPER = 36
-_LIBC = ctypes.CDLL(None)
 
 
 class Tree:
@@ -34,7 +31,7 @@ class Tree:
     def __init__(
         self, arguments: Sequence[str], env: Mapping[str, str], out: int | None = None
     ) -> None:
-        _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         self._root = subprocess.Popen(
             arguments,
             env=env,

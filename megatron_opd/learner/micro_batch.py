@@ -135,8 +135,10 @@ def _micro_cache(batch: RankBatch, sequences: Sequence[int], device: torch.devic
         path_T=np.concatenate(path_parts),
         sample_T=np.repeat(np.arange(len(sequences)), lengths),
     )
+    turns_T = batch.turn_advantage_T
     draws = Unscored(
         **{name: sent(column, device) for name, column in columns.items()},
+        turn_advantage_T=None if turns_T is None else sent(turns_T[t_index], device),
         row_N=sent(host.row_N, device),
         path_T=sent(host.path_T, device),
         sample_T=sent(host.sample_T, device),

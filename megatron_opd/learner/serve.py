@@ -16,13 +16,16 @@ from megatron_opd.checkpoint.run_lock import LockClaim
 from megatron_opd.checkpoint.stated_heads import heads_of
 from megatron_opd.config.digests import learner_digests
 from megatron_opd.config.learner import LearnerConfig
+from megatron_opd.config.roles import STUDENT, followers
 from megatron_opd.config.schema import Config
 from megatron_opd.learner.channel import ControllerChannel, ControllerLost, NotWelcome
+from megatron_opd.learner.followers import FollowerWeights, kept_tensors
 from megatron_opd.learner.learner import MegatronLearner, NotFinite
 from megatron_opd.learner.memory import UpdateMemory
 from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.reading import Collect, ShareReader
 from megatron_opd.learner.share_collector import Collector
+from megatron_opd.learner.state.kept import KeptTensors
 from megatron_opd.learner.state.state import LearnerState
 from megatron_opd.metrics.mismatch_gap import ModelsDiffer
 from megatron_opd.models.shared_ids import num_shared_ids
@@ -50,6 +53,7 @@ from megatron_opd.transport.messages import (
     WeightsMoved,
 )
 from megatron_opd.weight_sync.digests import piece_digests
+from megatron_opd.weight_sync.following import as_students
 from megatron_opd.weight_sync.transport import transport_kind
 from megatron_opd.wire.keys import RankKeys, rank_keys
 
@@ -126,6 +130,10 @@ class RankServer:
             seed=config.run.seed,
             num_ids=num_shared_ids(config),
         )
+        self.followers = {
+            role: FollowerWeights(self.learner.full, source)
+            for role, source in followers(config).items()
+        }
         self.state = LearnerState(
             self.learner.model,
             self.learner.optimizer,
@@ -133,6 +141,7 @@ class RankServer:
             config.learner.dtype,
             heads_of(self.learner.spec),
             config.learner.timeout_s,
+            self._kept(),
         )
         sampled = self.estimator.support.owner == "student"
         self.shares = ShareReader(self.learner, sampled=sampled, collect=collect)
@@ -142,8 +151,15 @@ class RankServer:
         )
         if config.schedule.time_shared:
             self.memory.offload()  # the servers sample first
-        kind = transport_kind(config.weight_sync)
-        self.sender = kind.learner_part(self.learner.full, config)
+        make_part = transport_kind(config.weight_sync).learner_part
+        self.senders = {STUDENT: make_part(self.learner.full, config)}
+        for role, follower in self.followers.items():
+            self.senders[role] = make_part(follower.published, as_students(config, role))
+
+    def _kept(self) -> KeptTensors | None:
+        """Return what followers add to the learner's state."""
+        tensors = kept_tensors(self.followers)
+        return KeptTensors(self.learner.full, tensors) if tensors else None
 
     def run(self) -> None:
         """Answer requests until Stop."""
@@ -197,6 +213,7 @@ class RankServer:
                     )
                 except ModelsDiffer as error:  # on every rank alike: what is compared is global
                     return Refusal(error.gap)
+                self._follow(request.update + 1)
                 if self.learner.world.device.type != "cpu":
                     return metrics
                 return msgspec.structs.replace(metrics, cpu_s=time.process_time() - began_s)
@@ -208,12 +225,15 @@ class RankServer:
                 )
             case MoveWeights():
                 self.learner.finish_param_gather()
-                return WeightsMoved(self.sender.handle(request.payload))
+                return WeightsMoved(self.senders[request.role].handle(request.payload))
             case DigestPieces():
                 self.learner.finish_param_gather()
-                round_to, student = self.config.weight_sync.round_to, self.config.student
-                held = (round_to, student.quantization, student.dtype)
-                return Digests(piece_digests(self.sender.source, request.pieces, *held))
+                config, source = self.config, self.senders[request.role].source
+                if request.role != STUDENT:
+                    config = as_students(config, request.role)
+                student = config.student
+                held = (config.weight_sync.round_to, student.quantization, student.dtype)
+                return Digests(piece_digests(source, request.pieces, *held))
             case ExportHf():
                 dtype = DTYPES[request.dtype or self.config.learner.dtype]
                 path, template = Path(request.path), request.chat_template
@@ -232,8 +252,16 @@ class RankServer:
                 self.memory.onload()
             case Stop():
                 self.state.wait()
-                self.sender.close()
+                for sender in self.senders.values():
+                    sender.close()
         return Nothing()
+
+    def _follow(self, updates: int) -> None:
+        """Let what teachers follow with see the weights after so many updates."""
+        if any(follower.kept for follower in self.followers.values()):
+            self.learner.finish_param_gather()
+            for follower in self.followers.values():
+                follower.after_update(updates)
 
 
 def deterministic(config: LearnerConfig) -> LearnerConfig:

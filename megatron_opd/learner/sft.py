@@ -12,7 +12,8 @@ import numpy as np
 from megatron_opd.batching.plan import learner_plan
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.sft import SftConfig
-from megatron_opd.data.pairs import Pair, pair_rules, read_pairs
+from megatron_opd.data.answers import Example
+from megatron_opd.data.examples import example_rules, read_examples
 from megatron_opd.data.written_tokenizer import cut_as_written
 from megatron_opd.learner.agreement import agreed_moment
 from megatron_opd.learner.learner import MegatronLearner
@@ -22,22 +23,22 @@ from megatron_opd.learner.model import DTYPES
 from megatron_opd.learner.sft_report import SftReport, SftRow
 
 
-def batches(pairs: list[Pair], batch_size: int, seed: int) -> Iterator[list[Pair]]:
+def batches(examples: list[Example], batch_size: int, seed: int) -> Iterator[list[Example]]:
     """Yield batches without end; epochs are fresh permutations, a batch may span two of them."""
     rng = np.random.default_rng(seed)
     waiting: list[int] = []
     while True:
         while len(waiting) < batch_size:
-            waiting += rng.permutation(len(pairs)).tolist()
-        yield [pairs[index] for index in waiting[:batch_size]]
+            waiting += rng.permutation(len(examples)).tolist()
+        yield [examples[index] for index in waiting[:batch_size]]
         waiting = waiting[batch_size:]
 
 
 def rank_micros(
-    batch: list[Pair], learner: MegatronLearner, config: LearnerConfig
+    batch: list[Example], learner: MegatronLearner, config: LearnerConfig
 ) -> Iterator[list[SftMicro]]:
     """Yield this rank's micro-batches, a list for every mini-batch."""
-    plan = learner_plan([[pair.num_tokens] for pair in batch], config)
+    plan = learner_plan([[example.num_tokens] for example in batch], config)
     for ranks in plan:
         yield [
             sft_micro(
@@ -52,19 +53,19 @@ def rank_micros(
 class Validation:
     """Measures the mean negative log-likelihood of held-out response tokens, in nats."""
 
-    def __init__(self, pairs: list[Pair], learner: MegatronLearner) -> None:
+    def __init__(self, examples: list[Example], learner: MegatronLearner) -> None:
         least = learner.config.parallel.least_samples
-        if len(pairs) < least:
+        if len(examples) < least:
             raise ValueError(
-                "validation must hold at least learner.parallel.dp pairs (times pp with vpp above "
-                f"1), got {len(pairs)} and {least}"
+                "validation must hold at least learner.parallel.dp examples (times pp with vpp "
+                f"above 1), got {len(examples)} and {least}"
             )
-        self._learner, self._pairs = learner, pairs
+        self._learner, self._examples = learner, examples
         self._config = learner.config.model_copy(update={"num_mini_batches": 1})
 
     def loss(self) -> float:
         """Return the loss. Collective."""
-        (micros,) = rank_micros(self._pairs, self._learner, self._config)
+        (micros,) = rank_micros(self._examples, self._learner, self._config)
         totals = self._learner.sft_loss(micros)
         return totals.sum("loss") / totals.sum("tokens")
 
@@ -86,13 +87,13 @@ def run_sft(config: SftConfig) -> None:
     )
     found: Any = AutoTokenizer.from_pretrained(str(config.init), local_files_only=True)
     tokenizer: Any = cut_as_written(found, config.init)
-    rules = pair_rules(config, tokenizer, learner.spec, agreed_moment(learner.world))
-    pairs = read_pairs(config.train, tokenizer, rules).pairs
+    rules = example_rules(config, tokenizer, learner.spec, agreed_moment(learner.world))
+    examples = read_examples(config.train, tokenizer, rules).examples
     validation = None
     if config.validation is not None:
-        held_out = read_pairs(config.validation, tokenizer, rules).pairs
+        held_out = read_examples(config.validation, tokenizer, rules).examples
         validation = Validation(held_out, learner)
-    source = batches(pairs, config.batch_size, config.run.seed)
+    source = batches(examples, config.batch_size, config.run.seed)
     report = SftReport(config, shown=learner.world.rank == 0)
     if validation is not None:
         report(SftRow(0, validation_loss=validation.loss()))

@@ -36,13 +36,14 @@ class Unscored(LossColumns[torch.Tensor, torch.Tensor]):
     """Holds the draw cache of some responses, for which the student's log-probs are to come.
 
     row_N: the token of each pair. path_T: index into N of the sampled id. sample_T: the response of
-    each token, in [0, B). host: what of it the host knows; None asks the tensors when it is needed,
-    which on a GPU waits for it.
+    each token, in [0, B). turn_advantage_T: see columns.RankBatch. host: what of it the host knows;
+    None asks the tensors when it is needed, which on a GPU waits for it.
     """
 
     row_N: torch.Tensor
     path_T: torch.Tensor
     sample_T: torch.Tensor
+    turn_advantage_T: torch.Tensor | None = None
     host: HostColumns | None = None
 
     @property
@@ -57,6 +58,13 @@ class Unscored(LossColumns[torch.Tensor, torch.Tensor]):
             path_T=self.path_T.cpu().numpy(),
             sample_T=self.sample_T.cpu().numpy(),
         )
+
+    @property
+    def advantage_T(self) -> torch.Tensor:
+        """Returns the advantage of each token: of its turn where turns have one."""
+        if self.turn_advantage_T is None:
+            return self.advantage_B[self.sample_T]
+        return self.turn_advantage_T
 
     @property
     def num_tokens(self) -> int:

@@ -116,11 +116,10 @@ def divergence(config: DivergenceObjective, est: Estimator, cache: Cache, limit:
 def token_reward(config: RewardObjective, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
     """Compute -kappa_t trust(r_t, A) on the sampled tokens: REINFORCE, PPO, GRPO (GEPO Eq. 6).
 
-    A: of the response (batching/advantages.py).
+    A: of the response (batching/advantages.py), or of the token's turn (turn_advantages.py).
     """
     actions = cache.path()
-    advantage_T = cache.advantage_B[cache.sample_T]
-    term = policy_gradient(config.trust, est, cache, actions, advantage_T, limit)
+    term = policy_gradient(config.trust, est, cache, actions, cache.advantage_T, limit)
     return _penalised(term, config.kl, actions)
 
 
@@ -132,11 +131,10 @@ def sequence_reward(config: Gspo, est: Estimator, cache: Cache, limit: Limit) ->
     actions = cache.path()
     weighed = correct(est.applied_correction, actions, cache)
     log_s_B = cache.over_responses(weighed.log_trust_n, mean=True)
-    trust = trusted(config.trust, log_s_B, cache.advantage_B, limit)
-    loss_T = -weighed.factor_n * trust.surrogate_n[cache.sample_T]
-    sequence = Corrected(weighed.factor_n, log_s_B[cache.sample_T], weighed.cut_n)
-    spread = Trusted(trust.surrogate_n[cache.sample_T], trust.stopped_n[cache.sample_T])
-    term = _weighed(loss_T, actions, sequence, spread, cache.advantage_B[cache.sample_T])
+    log_s_T, trust = _trusted_by_token(config.trust, cache, log_s_B, weighed.log_trust_n, limit)
+    loss_T = -weighed.factor_n * trust.surrogate_n
+    sequence = Corrected(weighed.factor_n, log_s_T, weighed.cut_n)
+    term = _weighed(loss_T, actions, sequence, trust, cache.advantage_T)
     return _penalised(term, config.kl, actions)
 
 
@@ -154,16 +152,32 @@ def group_reward(config: Gepo, est: Estimator, cache: Cache, limit: Limit) -> Te
         eps_B.log() + log_p_B.detach(), torch.log1p(-eps_B) + cache.group_log_q_B
     )
     log_w_B = log_p_B - below_B
-    trust = trusted(config.trust, log_w_B, cache.advantage_B, limit)
+    log_w_T, trust = _trusted_by_token(config.trust, cache, log_w_B, actions.student_n, limit)
     weighed = Corrected(
         torch.ones_like(actions.student_n),
-        log_w_B[cache.sample_T],
+        log_w_T,
         torch.zeros_like(actions.student_n, dtype=torch.bool),
     )
-    spread = Trusted(trust.surrogate_n[cache.sample_T], trust.stopped_n[cache.sample_T])
-    loss_T = -spread.surrogate_n
-    term = _weighed(loss_T, actions, weighed, spread, cache.advantage_B[cache.sample_T])
+    term = _weighed(-trust.surrogate_n, actions, weighed, trust, cache.advantage_T)
     return _penalised(term, config.kl, actions)
+
+
+def _trusted_by_token(
+    config: TrustConfig, cache: Cache, log_r_B: torch.Tensor, logp_T: torch.Tensor, limit: Limit
+) -> tuple[torch.Tensor, Trusted]:
+    """Return (log r, what is maximised) of every token, r the one ratio of its response.
+
+    With advantages of turns the ratio has the value of its response's and the gradient of the
+    token's own log-prob, logp_T: r_t = sg(r) p_t / sg(p_t) (GSPO-token, GSPO sec. 4.3). Where all
+    tokens of a response have one advantage the gradient is the same; r itself would carry the
+    advantage of a turn to the tokens of all.
+    """
+    if cache.turn_advantage_T is None:
+        whole = trusted(config, log_r_B, cache.advantage_B, limit)
+        spread = Trusted(whole.surrogate_n[cache.sample_T], whole.stopped_n[cache.sample_T])
+        return log_r_B[cache.sample_T], spread
+    log_r_T = log_r_B.detach()[cache.sample_T] + (logp_T - logp_T.detach())
+    return log_r_T, trusted(config, log_r_T, cache.turn_advantage_T, limit)
 
 
 TERMS: dict[type[Objective], Callable[[Any, Estimator, Cache, Limit], TermLoss]] = {

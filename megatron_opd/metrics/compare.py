@@ -6,6 +6,7 @@ Columns of time, memory, queues and servers are left out: no two runs agree in t
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +26,9 @@ _OF_THE_MACHINE = {
     "window_learner_idle_ratio",
     "window_sampler_idle_ratio",
     "servers",  # who sampled what depends on who was free
+    "turn_cached_fraction",  # on who sampled the turn before, and whether it still has the keys
 }
+_SECONDS = re.compile(r"_s(_mean|_max)?$")
 
 
 def is_of_time(column: str) -> bool:
@@ -33,7 +36,8 @@ def is_of_time(column: str) -> bool:
 
     Health is measured beside the run: which row it is in, and of which weights, depends on time.
     """
-    return column.endswith("_s") or column in _OF_THE_MACHINE or column.startswith(PREFIX)
+    of_the_machine = column in _OF_THE_MACHINE or column.startswith(PREFIX)
+    return of_the_machine or _SECONDS.search(column) is not None
 
 
 @dataclass(frozen=True, slots=True)

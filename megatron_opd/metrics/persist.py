@@ -21,7 +21,7 @@ from megatron_opd.metrics.types import Histogram, Max, Mean, Sum
 
 _CONTAINERS = (RunTotals, StageTimes, StalenessCounts, CacheSizes, RewardStats, RoutingTotals)
 # Belong to this process or to the configuration, not to the run's totals.
-_SKIPPED = ("group_size", "_group_size")
+_SKIPPED = ("group_size", "_group_size", "credit", "_credit")
 
 
 def dump_totals(totals: RunTotals, now_s: float) -> dict[str, Any]:

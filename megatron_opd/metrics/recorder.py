@@ -15,16 +15,17 @@ from typing import Any, Protocol
 
 import msgspec
 
+from megatron_opd.config.objective import Credit
 from megatron_opd.metrics.cache_size import CacheSizes
 from megatron_opd.metrics.observers import RunObserver
 from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.servers import SampledByServer
 from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.sinks import Sink
-from megatron_opd.metrics.staleness import StalenessCounts
+from megatron_opd.metrics.staleness import StalenessCounts, teacher_staleness
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.totals import RunTotals
-from megatron_opd.metrics.turns import turn_columns
+from megatron_opd.metrics.turns import credit_columns, turn_columns
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.metrics.window import COLUMNS, SyncWindow
 from megatron_opd.records.types import AnyRollout, AnySample, Batch
@@ -168,7 +169,7 @@ class RunRecorder(RunObserver):
             "unix_time_s": time.time(),
             "train_s": finished_s - started_s,
             "tokens_per_s": batch.num_response_tokens / since_last_s if since_last_s > 0 else None,
-            **batch_columns(batch, self.totals.group_size),
+            **batch_columns(batch, self.totals.group_size, self.totals.credit),
         }
         if self._teacher_watch is not None:
             row |= self._teacher_watch.columns(batch)
@@ -203,6 +204,8 @@ class RunRecorder(RunObserver):
             "servers": self._sampled.columns(report),
             **self.window.synced(report, self._clock()),
         }
+        if report.teachers:
+            columns["teacher_publish_s"] = sum(each.seconds for each in report.teachers)
         if report.release_s is not None:
             columns |= {"memory_release_s": report.release_s, "memory_resume_s": report.resume_s}
         self.totals.stale_samples = self.window.stale_samples
@@ -262,14 +265,17 @@ def _exact_mean(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | None]:
+def batch_columns(
+    batch: Batch, group_size: int = 1, credit: Credit = "trajectory"
+) -> dict[str, float | int | None]:
     """Return the columns that follow from the batch alone. staleness_*: per token, in versions.
 
     first_uid, last_uid: of its samples. Batches are cut in order, so those of a run do not overlap:
     no sample is trained on twice. masked_samples: whose tokens carry no loss.
-    samples_without_teacher: for which no teacher was asked.
+    samples_without_teacher: for which no teacher was asked. teacher_staleness_*: of teachers that
+    follow the student, over samples.
     """
-    staleness, cache, rewards = StalenessCounts(), CacheSizes(), RewardStats(group_size)
+    staleness, cache, rewards = StalenessCounts(), CacheSizes(), RewardStats(group_size, credit)
     staleness.add(batch)
     cache.add(batch)
     rewards.add(batch)
@@ -293,5 +299,7 @@ def batch_columns(batch: Batch, group_size: int = 1) -> dict[str, float | int | 
         "samples_without_teacher": sum(not sample.has_scores for sample in batch.samples),
         "distinct_ids_per_token": cache.distinct_ids_per_token,
         "cache_bytes_per_token": cache.bytes_per_token,
+        **teacher_staleness(batch),
         **turn_columns(rollouts),
+        **(credit_columns(batch.samples, group_size) if credit == "turn" else {}),
     }

@@ -6,11 +6,14 @@ A group whose rewards are all equal gives advantages of 0: it costs a rollout an
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 
+from megatron_opd.config.objective import Credit
 from megatron_opd.metrics.types import Mean
-from megatron_opd.records.types import Batch
+from megatron_opd.records.turn_rewards import largest_difference, turn_rewards
+from megatron_opd.records.types import AnySample, Batch
 
 
 class RewardStats:
@@ -18,27 +21,34 @@ class RewardStats:
 
     Args:
         group_size: G; the group of a sample is its uid // G. 1: no groups, no group figures.
+        credit: whose rewards are compared: of trajectories, or of turns at the same position.
     """
 
-    def __init__(self, group_size: int = 1) -> None:
-        self._group_size = group_size
+    def __init__(self, group_size: int = 1, credit: Credit = "trajectory") -> None:
+        self._group_size, self._credit = group_size, credit
         self._reward, self._group_std, self._uniform = Mean(), Mean(), Mean()
         self._penalty = Mean()
 
     def add(self, batch: Batch) -> None:
         """Count every sample of `batch` that has a reward; a group only if it learns from them."""
-        groups: defaultdict[int, list[float]] = defaultdict(list)
+        groups: defaultdict[int, list[AnySample]] = defaultdict(list)
         for sample in batch.samples:
             if sample.reward is None:
                 continue
             self._reward.add(sample.reward)
             self._penalty.add(sample.overlong_penalty)
             if sample.rollout.prompt.reward_weight > 0:
-                groups[sample.rollout.prompt.uid // self._group_size].append(sample.reward)
+                groups[sample.rollout.prompt.uid // self._group_size].append(sample)
         if self._group_size > 1:
-            for rewards in groups.values():
+            for members in groups.values():
+                rewards = [each.reward for each in members if each.reward is not None]
                 self._group_std.add(float(np.std(rewards)))
-                self._uniform.add(min(rewards) == max(rewards))
+                self._uniform.add(self._is_uniform(members, rewards))
+
+    def _is_uniform(self, members: Sequence[AnySample], rewards: Sequence[float]) -> bool:
+        if self._credit == "turn":
+            return largest_difference([turn_rewards(sample) for sample in members]) == 0
+        return min(rewards) == max(rewards)
 
     @property
     def mean(self) -> float | None:

@@ -21,6 +21,7 @@ from megatron_opd.metrics.observers import RunObserver
 from megatron_opd.metrics.sinks import RowFile
 from megatron_opd.metrics.token_texts import Decode, token_texts
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
+from megatron_opd.records.branches import Branch
 from megatron_opd.records.types import (
     AnyRollout,
     AnySample,
@@ -41,16 +42,38 @@ Seen = Prompt | AnyRollout | AnySample
 Fetch = Callable[[HeldRollout | HeldSample], Future[Rollout | Sample]]
 
 
+class TurnRow(msgspec.Struct, frozen=True, kw_only=True):
+    """Describes one turn of a trajectory; figures as in records.TurnFigures.
+
+    start: its first token. sequence: where it was sampled. branch: why it begins it. calls: (name,
+    arguments as JSON, error) of each tool call; error: None where it was made.
+    """
+
+    start: int
+    sequence: int
+    branch: Branch
+    reward: float | None
+    sampling_s: float
+    waiting_s: float
+    environment_s: float
+    cached: int
+    answered_by: str
+    calls: list[tuple[str, str, str | None]]
+
+
 class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
     """Describes one sample that was trained on or dropped; a line of rollouts.jsonl.
 
     update: the one that trained on it; of a dropped sample the first that was not done yet.
     version: the learner's when it trained; None: dropped. prompt: as the student read it, chat
-    template included; None: not known, as the run was resumed since. given: (t, text), what the
+    template included; None: not known, as the run was resumed since. teacher_prompt: as the teacher
+    read it, None where that is the same or not known. given: (t, text), what the
     student was given in front of its token t, the prompt excepted. tokens: texts of the T sampled
     tokens, whose concatenation is the response. sampler_logp, teacher_logp: nats by token;
     teacher_logp is None where no teacher was asked. spans: (version, start, stop) covering [0, T).
-    staleness_versions: of the oldest token.
+    staleness_versions: of the oldest token. turns: of a trajectory with an environment, and
+    played_s, the seconds from its beginning to its end; none and None of others. teacher_version:
+    see Sample.
     """
 
     update: int
@@ -66,10 +89,14 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
     unix_time_s: float
     spans: list[tuple[int, int, int]]
     prompt: str | None
+    teacher_prompt: str | None = None
     given: list[tuple[int, str]] = []
+    turns: list[TurnRow] = []
+    played_s: float | None = None
     tokens: list[str]
     sampler_logp: list[float]
     teacher_logp: list[float] | None
+    teacher_version: int | None = None
 
 
 class RolloutRecord(RunObserver):
@@ -206,6 +233,7 @@ def make_row(
     rollout = seen.rollout if isinstance(seen, Sample | HeldSample) else seen
     prompt = rollout.prompt if isinstance(rollout, Rollout | HeldRollout) else rollout
     reason, detail = drop if drop is not None else (None, None)
+    own_Q = None if prompt is None else prompt.teacher_ids_Q
     row = RolloutRow(
         update=update,
         uid=uid,
@@ -220,10 +248,12 @@ def make_row(
         unix_time_s=round(now_s, 3),
         spans=[],
         prompt=None if prompt is None else decode(prompt.token_ids_P.tolist()),
+        teacher_prompt=None if own_Q is None else decode(own_Q.tolist()),
         given=[],
         tokens=[],
         sampler_logp=[],
         teacher_logp=None,
+        teacher_version=None if sample is None else sample.teacher_version,
     )
     if not isinstance(rollout, Rollout | HeldRollout):
         return row
@@ -242,10 +272,39 @@ def make_row(
         row,
         prompt=prompt_text[1],
         given=given,
+        turns=turn_rows(rollout),
+        played_s=_seconds(rollout.finished_s - rollout.started_s) if rollout.turns else None,
         tokens=token_texts(decode, rollout.response_ids_T.tolist()),
         sampler_logp=_rounded(rollout.draws.sampler_logp_N[path_T]),
         teacher_logp=_scores(sample.teacher_logp_N[path_T]) if isinstance(sample, Sample) else None,
     )
+
+
+def turn_rows(rollout: Rollout) -> list[TurnRow]:
+    """Return what is told of each turn, in the order of its tokens; none without environment."""
+    found: list[TurnRow] = []
+    start = 0
+    for run in rollout.runs if rollout.turns else ():
+        turn = rollout.turns[run.turn]
+        row = TurnRow(
+            start=start,
+            sequence=run.sequence,
+            branch=turn.branch,
+            reward=turn.reward,
+            sampling_s=_seconds(turn.sampling_s),
+            waiting_s=_seconds(turn.waiting_s),
+            environment_s=_seconds(turn.environment_s),
+            cached=turn.cached,
+            answered_by=turn.answered_by,
+            calls=[(call.name, call.arguments, call.error) for call in turn.made],
+        )
+        found.append(row)
+        start += run.num_tokens
+    return found
+
+
+def _seconds(measured_s: float) -> float:
+    return round(measured_s, 3)
 
 
 def given_texts(decode: Decode, rollout: Rollout) -> list[tuple[int, str]]:

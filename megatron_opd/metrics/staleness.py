@@ -2,6 +2,7 @@
 
 A token's staleness is the learner's version when it trains on it minus the version that sampled it.
 A sample's is that of its oldest token; a partial rollout has tokens of more than one version.
+A teacher that follows the student has one version in each sample.
 """
 
 from __future__ import annotations
@@ -27,3 +28,17 @@ class StalenessCounts:
                 self.tokens.add(batch.version - span.version, span.stop - span.start)
             self.samples.add(batch.version - sample.rollout.oldest_version)
             self.partial_rollouts += len(spans) > 1
+
+
+def teacher_staleness(batch: Batch) -> dict[str, float | int]:
+    """Return how many versions behind the learner the weights were that scored; none: no column."""
+    counts = Histogram()
+    for sample in batch.samples:
+        if sample.teacher_version is not None:
+            counts.add(batch.version - sample.teacher_version)
+    if counts.mean is None or counts.max is None:
+        return {}
+    return {
+        "teacher_staleness_mean_versions": counts.mean,
+        "teacher_staleness_max_versions": counts.max,
+    }

@@ -72,15 +72,15 @@ class TeacherWatch:
     def columns(self, batch: Batch) -> Mapping[str, float | None]:
         """Return teacher_score_mean_nats, teacher_score_std_nats, teacher_near_uniform_fraction.
 
-        Of all teachers together, and with several also of each, as COLUMN/NAME. None where no
-        teacher was asked.
+        Of all teachers together, mixtures as such, and with several also of each, as COLUMN/NAME.
+        None where no teacher was asked.
         """
-        by_name = self._shapes(batch)
-        if not by_name:
+        of_all = self._shapes(batch, mixed=True)
+        if not of_all:
             return dict.fromkeys(COLUMNS)
-        columns = _columns(reduce(ScoreShape.joined, by_name.values()))
+        columns = _columns(reduce(ScoreShape.joined, of_all.values()))
         if self._several:
-            for name, shape in by_name.items():
+            for name, shape in self._shapes(batch).items():
                 columns |= {f"{column}/{name}": value for column, value in _columns(shape).items()}
         return columns
 
@@ -113,17 +113,22 @@ class TeacherWatch:
                     " at its server, or set scoring.guard to warn"
                 )
 
-    def _shapes(self, batch: Batch) -> dict[str, ScoreShape]:
+    def _shapes(self, batch: Batch, *, mixed: bool = False) -> dict[str, ScoreShape]:
         """Describe the sampled tokens' scores by the teacher that gave them, names in order.
 
-        Samples for which no teacher was asked are left out.
+        mixed: by mixture, what its teachers say together. Samples for which no teacher was asked
+        are left out.
         """
         found: dict[str, ScoreShape] = {}
         for sample in batch.samples:
-            name = sample.rollout.prompt.teacher
-            shape = sample.scores(self._vocab_sizes[name]) if sample.has_scores else None
-            if shape is not None:
-                found[name] = found[name].joined(shape) if name in found else shape
+            prompt = sample.rollout.prompt
+            size = max(self._vocab_sizes[name] for name, _ in prompt.shares)
+            shape = sample.scores(size) if sample.has_scores else None
+            if shape is None:
+                continue
+            given = shape.parts if prompt.mixture and not mixed else ((prompt.teacher, shape),)
+            for name, each in given:
+                found[name] = found[name].joined(each) if name in found else each
         return {name: found[name] for name in sorted(found)}
 
 

@@ -7,7 +7,8 @@ n_j: response tokens of update j (1-based), t_j: the time at which it was done; 
 updates are warm-up. T_teacher and T_train: merged busy time of the stage. T_rollout: merged busy
 time of each engine, averaged over the engines. T_wall: first start to last end over all stages.
 Overlap is about 1 for a serial schedule and at most 3. A rollout that is paused by a
-weight sync is not counted as busy (the paper does not say; this is the smaller number).
+weight sync is not counted as busy (the paper does not say; this is the smaller number), and neither
+is one whose environment answers, of which no server knows.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import msgspec
 
 from megatron_opd.metrics.observers import RunObserver
 from megatron_opd.metrics.trace import TraceWriter
+from megatron_opd.metrics.turns import turn_lengths
 from megatron_opd.metrics.types import Accounting, Depths, UpdateFigures, WeightSyncReport
 from megatron_opd.records.types import AnyRollout, AnySample, Batch
 from sglang_bridge.work import ServerWork
@@ -54,13 +55,15 @@ class Timeline(RunObserver):
         """Draw a span named after the versions that sampled the response."""
         first, last = rollout.spans[0].version, rollout.spans[-1].version
         name = f"rollout v{first}" if first == last else f"rollout v{first}-v{last}"
-        details = {
+        details: dict[str, Any] = {
             "uid": rollout.prompt.uid,
             "prompt_tokens": len(rollout.prompt.token_ids_P),
             "response_tokens": rollout.num_response_tokens,
             "ids": rollout.num_ids,
             "finish": rollout.finish_reason,
         }
+        if turns := turn_lengths(rollout):
+            details["turns"] = turns
         row = engine_row(rollout.engine)
         self._trace.span(row, name, rollout.started_s, rollout.finished_s, details)
 

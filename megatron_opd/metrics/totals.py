@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
+from megatron_opd.config.objective import Credit
 from megatron_opd.metrics.cache_size import CacheSizes
 from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.rewards import RewardStats
 from megatron_opd.metrics.routing import RoutingTotals
 from megatron_opd.metrics.staleness import StalenessCounts
 from megatron_opd.metrics.throughput import StageTimes, Throughput
+from megatron_opd.metrics.turns import sampling_times
 from megatron_opd.metrics.types import Max, Mean, UpdateFigures, WeightSyncReport
 from megatron_opd.records.drops import GROUP_REASONS
 from megatron_opd.records.types import AnyRollout, Batch
@@ -22,11 +24,15 @@ class RunTotals:
     Args:
         engines: names of the student engines.
         group_size: rollouts of a prompt, G.
+        credit: whose rewards are compared.
     """
 
-    def __init__(self, engines: Sequence[str] = (), group_size: int = 1) -> None:
+    def __init__(
+        self, engines: Sequence[str] = (), group_size: int = 1, credit: Credit = "trajectory"
+    ) -> None:
         self.group_size = group_size
-        self.rewards = RewardStats(group_size)
+        self.credit: Credit = credit
+        self.rewards = RewardStats(group_size, credit)
         self.throughput = Throughput()
         self.times = StageTimes(engines)
         self.staleness = StalenessCounts()
@@ -57,7 +63,8 @@ class RunTotals:
 
     def add_rollout(self, rollout: AnyRollout) -> None:
         """Count a finished rollout."""
-        self.times.add_rollout(rollout.engine, rollout.started_s, rollout.finished_s)
+        for start_s, stop_s in sampling_times(rollout):
+            self.times.add_rollout(rollout.engine, start_s, stop_s)
         self.rollout_s.add(rollout.finished_s - rollout.started_s)
         self.response_tokens.add(rollout.num_response_tokens)
         self.length_stops += rollout.finish_reason == "length"

@@ -127,7 +127,8 @@ class WeightSyncReport:
     last of `tries` tries. learner_held_s: for how many seconds after the update no other one could
     begin, over all tries. servers: the urls of those that hold the version now. release_s: for how
     many seconds memory went from the servers to the learner before the update; None: they do not
-    share it in turn (schedule.time_shared).
+    share it in turn (schedule.time_shared). teachers: weight syncs of teachers that follow, made
+    just before this one.
     """
 
     version: int
@@ -139,6 +140,7 @@ class WeightSyncReport:
     learner_held_s: float = 0.0
     servers: tuple[str, ...] = ()
     release_s: float | None = None
+    teachers: tuple[WeightSyncReport, ...] = ()
 
     @property
     def resume_s(self) -> float:

@@ -76,7 +76,7 @@ class PreparedMismatch:
 
 def prepare(config: Config, num_prompts: int) -> PreparedMismatch:
     """Check the student's model and the prompts; teachers are not looked at. Raises UserError."""
-    models, _ = with_template(config.data, check_models(config, teachers=False), None)
+    models, _ = with_template(config, check_models(config, teachers=False), None)
     read = read_train(config, models)
     sources = sources_of(config, read)
     source = PromptSource(sources, seed=config.run.seed, shuffle=config.data.shuffle)

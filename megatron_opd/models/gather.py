@@ -65,11 +65,16 @@ class FullTensors:
         return entries
 
     @torch.no_grad()
-    def copied(self) -> FullTensors:
-        """Return the same tensors in memory of their own, as large as this rank's shards."""
+    def copied(self, dtype: torch.dtype | None = None) -> FullTensors:
+        """Return the same tensors in memory of their own, as large as this rank's shards.
+
+        dtype: of all but buffers; None: as they are.
+        """
         other = copy.copy(self)
+        if dtype is not None:
+            other.dtype = dtype
         other.shards = {
-            key: replace(shard, parameter=torch.nn.Parameter(shard.parameter.clone(), False))
+            key: replace(shard, parameter=torch.nn.Parameter(_copy_of(shard, dtype), False))
             for key, shard in self.shards.items()
         }
         return other
@@ -128,6 +133,11 @@ class FullTensors:
                 pieces.append(piece)
             full = join(row_of(self.spec.family, entry.key), self.spec, pieces)
             yield from zip(hf_names(self.spec.family, entry.key), full, strict=True)
+
+
+def _copy_of(shard: Shard, dtype: torch.dtype | None) -> torch.Tensor:
+    kept = dtype is None or shard.row.buffer
+    return shard.parameter.detach().to(shard.parameter.dtype if kept else dtype, copy=True)
 
 
 def _exchange(way: Any, tensor: torch.Tensor, peer: int) -> None:

@@ -34,11 +34,11 @@ An empty one is a filler: the rank computes it because others compute one of the
 class GroupColumns(Generic[Float64s]):
     """Holds what a sample as a whole, and its group, decide; see batching/advantages.py.
 
-    advantage_B: 0 when no reward is read. group_log_q_B: log of GEPO's Eq. 11, 0 when unused.
-    defensive_B: in [0, 1], eps of GEPO's Eq. 15, 0 when unused. reward_weight_B, teacher_weight_B:
-    multiply the terms from rewards, and the other terms, on this sequence; >= 0, and 0 leaves it
-    out (losses/weights.py). share_B: the part of its sample's sampled tokens that this sequence
-    holds, in (0, 1]; those of a sample add up to 1.
+    advantage_B: 0 when no reward is read, or those of turns are. group_log_q_B: log of GEPO's
+    Eq. 11, 0 when unused. defensive_B: in [0, 1], eps of GEPO's Eq. 15, 0 when unused.
+    reward_weight_B, teacher_weight_B: multiply the terms from rewards, and the other terms, on this
+    sequence; >= 0, and 0 leaves it out (losses/weights.py). share_B: the part of its sample's
+    sampled tokens that this sequence holds, in (0, 1]; those of a sample add up to 1.
     """
 
     advantage_B: Float64s
@@ -105,13 +105,15 @@ class RankBatch(RankInputs, LossColumns[FloatArray, DoubleArray]):
 
     Of a pipeline's ranks only the last stage's have one: the others compute no loss. count_T:
     cached ids of the token. ids_N: rising inside a row. path_T: index into N of the id that
-    continued the path. version_T: weights that sampled it.
+    continued the path. version_T: weights that sampled it. turn_advantage_T: that of the token's
+    turn (environment.credit: turn); None: advantage_B is of all tokens of a sequence.
     """
 
     count_T: OffsetArray
     path_T: OffsetArray
     version_T: IntArray
     ids_N: IntArray
+    turn_advantage_T: DoubleArray | None = None
 
 
 COLUMNS = dtypes(RankBatch)

@@ -9,7 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Where = Literal["any", "teacher", "reward", "group", "spread", "overlong", "sites", "environment"]
+Where = Literal[
+    "any", "teacher", "reward", "group", "spread", "overlong", "sites", "environment", "turn"
+]
 """Which runs can have it: all, or those with teachers, verifiers, groups, ..."""
 
 
@@ -79,7 +81,7 @@ ENVIRONMENT_FAILED = _drop(
 ENVIRONMENT_TIMED_OUT = _drop(
     "environment_timed_out",
     "environment",
-    "an environment did not answer a turn in environment.timeout_s",
+    "an environment did not answer a turn in environment.timeout_s, or an agent did not go on",
     "raise it, or see what the environment waits for",
 )
 ENVIRONMENT_DIED = _drop(
@@ -91,14 +93,21 @@ ENVIRONMENT_DIED = _drop(
 ENVIRONMENT_BAD_REPLY = _drop(
     "environment_bad_reply",
     "environment",
-    "an environment answered with something that is no messages, no end, or not to be rendered",
-    "the first one is on the terminal; see what start and step return",
+    "an environment answered with something that is no messages, no end, or not to be rendered; an "
+    "agent returned no finite number, or without a call",
+    "the first one is on the terminal; see what start and step, or the agent's function, return",
 )
 ENVIRONMENT_TOO_LONG = _drop(
     "environment_too_long",
     "environment",
     "an environment said more than environment.message_bytes, or left no room for a turn",
     "raise it, or environment.max_tokens; let tools cut what they answer",
+)
+ENVIRONMENT_NO_REWARD = _drop(
+    "environment_no_reward",
+    "turn",
+    "an environment ended a trajectory and gave none of its turns a reward (environment.credit)",
+    "return Said(messages, reward) or TrajectoryEnd(reward), or environment.credit: trajectory",
 )
 TEACHER_UNREACHABLE = _drop(
     "teacher_unreachable",
@@ -135,6 +144,12 @@ TEACHER_UNKNOWN_ID = _drop(
     "teacher",
     "the teacher selected a token id that the student does not have",
     "use a support of the student's, or a teacher with the student's vocabulary",
+)
+TEACHER_UNALIGNED = _drop(
+    "teacher_unaligned",
+    "teacher",
+    "no token of a response lies on tokens of the teacher's, whose tokenizer is another one",
+    "let responses be text that the teacher's tokenizer keeps as it is",
 )
 TEACHER_MISSHAPEN = _drop(
     "teacher_misshapen",

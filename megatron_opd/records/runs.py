@@ -41,6 +41,14 @@ def positions_of(runs: Sequence[SampledRun]) -> npt.NDArray[np.int64]:
     return np.concatenate([np.arange(run.start, run.stop) for run in runs])
 
 
+def last_turn_of(
+    sequences: Sequence[npt.NDArray[np.int32]], runs: Sequence[SampledRun]
+) -> npt.NDArray[np.int32]:
+    """Return int32 [T of it]: the ids of the turn that was sampled last."""
+    last = max(runs, key=lambda run: run.turn)
+    return sequences[last.sequence][last.start : last.stop]
+
+
 def runs_fault(lengths: Sequence[int], runs: Sequence[SampledRun]) -> str | None:
     """Return in one line why these cannot be the runs of sequences of these lengths, or None."""
     if not lengths or [run.sequence for run in runs] != sorted(run.sequence for run in runs):

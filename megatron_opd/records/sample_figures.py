@@ -26,13 +26,15 @@ class ScoreShape:
     """Describes a teacher's scores of some sampled tokens, in nats.
 
     rows: how many, at least one. squares: of their distances from the mean, summed. near_uniform:
-    how many are within NEAR_NATS of -ln V, as of a uniform distribution over the V ids.
+    how many are within NEAR_NATS of -ln V, as of a uniform distribution over the V ids. parts: of a
+    mixture, the scores of each teacher, which have no parts; empty where one scored.
     """
 
     rows: int
     mean: float
     squares: float
     near_uniform: int
+    parts: ScoreParts = ()
 
     @classmethod
     def of(cls, scores_T: npt.NDArray[np.float32], vocab_size: int) -> ScoreShape:
@@ -60,4 +62,16 @@ class ScoreShape:
             self.mean + difference * other.rows / rows,
             self.squares + other.squares + difference**2 * self.rows * other.rows / rows,
             self.near_uniform + other.near_uniform,
+            joined_parts(self.parts, other.parts) if self.parts and other.parts else (),
         )
+
+
+ScoreParts = tuple[tuple[str, ScoreShape], ...]
+"""(teacher, its scores) of each teacher of a mixture, in the order of their names."""
+
+
+def joined_parts(some: ScoreParts, others: ScoreParts) -> ScoreParts:
+    """Describe both lots of scores together, teacher by teacher; both are of one mixture."""
+    return tuple(
+        (name, shape.joined(other)) for (name, shape), (_, other) in zip(some, others, strict=True)
+    )

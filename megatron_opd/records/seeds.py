@@ -6,7 +6,7 @@ import hashlib
 
 ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
 HEALTH = "health"
-ENVIRONMENT = "environment"
+ENVIRONMENT, USER = "environment", "user"
 MIXTURE, CURRICULUM = "mixture", "curriculum"
 
 

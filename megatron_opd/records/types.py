@@ -16,7 +16,7 @@ takes ten times as long to make, and the garbage collector walks it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -24,8 +24,10 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.records.runs import SampledRun
-from megatron_opd.records.sample_figures import CacheSize, ScoreShape
+from megatron_opd.records.branches import Branch
+from megatron_opd.records.mixtures import Shares
+from megatron_opd.records.runs import SampledRun, last_turn_of
+from megatron_opd.records.sample_figures import CacheSize, ScoreParts, ScoreShape
 from sglang_bridge.columns import arrays_of
 from sglang_bridge.protocol import DrawCache
 
@@ -46,13 +48,15 @@ class Prompt:
     """Holds one tokenised problem. `uid` is unique in a run and rises in admission order.
 
     token_ids_P: int32 [P], chat template already applied. answer: what the task's verifier compares
-    with, or several that are all right, if any. teacher: names the one that scores its rollouts.
+    with, or several that are all right, if any. teacher: names the one that scores its rollouts, or
+    the mixture that does (mixtures.label_of). mixture: who is asked then, two at least; empty where
+    one scores. teacher_ids_Q: what is read before a response instead, int32 [Q]; None: the same.
     max_new_tokens: longest response; None: rollout.max_new_tokens. stop: strings that end a
     response besides rollout.stop. task: its verifier's name; None: data.task. row_id: the row's own
     name, or its file and line. messages: of a row that holds a chat, as a chat template takes them;
-    tools: what it may call. row: which problem of the training data it is; NO_ROW: none of what the
-    data is now. reward_weight, teacher_weight: multiply the loss's terms from rewards, and its
-    other terms, on its responses.
+    tools: what it may call. columns: of the row, that its environment is given. row: which problem
+    of the training data it is; NO_ROW: none of what the data is now. reward_weight, teacher_weight:
+    multiply the loss's terms from rewards, and its other terms, on its responses.
     """
 
     uid: int
@@ -60,15 +64,23 @@ class Prompt:
     token_ids_P: IntArray
     answer: RightAnswer | None = None
     teacher: str = "teacher"
+    teacher_ids_Q: IntArray | None = None
     max_new_tokens: int | None = None
     stop: tuple[str, ...] = ()
     task: str | None = None
     row_id: str = ""
     messages: tuple[dict[str, Any], ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    columns: dict[str, Any] = field(default_factory=dict[str, Any])
     row: int = 0
     reward_weight: float = 1.0
     teacher_weight: float = 1.0
+    mixture: Shares = ()
+
+    @property
+    def shares(self) -> Shares:
+        """Returns every teacher that is asked, with its weight."""
+        return self.mixture or ((self.teacher, 1.0),)
 
 
 class VersionSpan(msgspec.Struct, frozen=True, gc=False):
@@ -79,13 +91,23 @@ class VersionSpan(msgspec.Struct, frozen=True, gc=False):
     stop: int
 
 
+class MadeCall(msgspec.Struct, frozen=True, gc=False):
+    """Says what tool call a turn made: arguments as JSON; error: why it could not be made."""
+
+    name: str
+    arguments: str
+    error: str | None = None
+
+
 class TurnFigures(msgspec.Struct, frozen=True, gc=False):
     """Counts one turn of a trajectory.
 
     sampling_s, environment_s: seconds in which it was sampled, waiting for a server included, and
     in which its environment answered. calls, call_errors: of tools. cached: of the tokens before
     it, those that its server had computed before. reward: what the environment gave it; None:
-    nothing.
+    nothing. branch: why it begins another sequence. ignored: settings that an agent asked for, and
+    that are the run's. waiting_s: of sampling_s, before a slot was free. made: its tool calls.
+    answered_by: the role that answered it, empty at the end.
     """
 
     sampling_s: float
@@ -94,6 +116,11 @@ class TurnFigures(msgspec.Struct, frozen=True, gc=False):
     call_errors: int = 0
     cached: int = 0
     reward: float | None = None
+    branch: Branch = ""
+    ignored: int = 0
+    waiting_s: float = 0.0
+    made: tuple[MadeCall, ...] = ()
+    answered_by: str = ""
 
 
 class SequenceSize(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -137,8 +164,7 @@ class Rollout:
     @property
     def last_turn_ids(self) -> IntArray:
         """Returns the ids of the turn that was sampled last."""
-        last = max(self.runs, key=lambda run: run.turn)
-        return self.sequences[last.sequence][last.start : last.stop]
+        return last_turn_of(self.sequences, self.runs)
 
     @property
     def response_ids_T(self) -> IntArray:
@@ -224,7 +250,9 @@ class Sample:
     teacher_logp_N: float32 [N], log q of every cached id; finite (a sample with NaN is dropped), or
     all NaN, and never read, where no teacher is asked. reward: the task's verifier on the response;
     None without a verifier or an answer. overlong_penalty: <= 0, added to the reward in advantages.
-    masked: its tokens carry no loss.
+    masked: its tokens carry no loss. teacher_version: of the weights that scored it, counted as the
+    student's; None: no teacher was asked, or it has one version alone. parts: the scores of
+    each teacher of a mixture, by name.
     """
 
     rollout: Rollout
@@ -232,6 +260,8 @@ class Sample:
     reward: float | None = None
     overlong_penalty: float = 0.0
     masked: bool = False
+    teacher_version: int | None = None
+    parts: ScoreParts = ()
 
     @property
     def has_scores(self) -> bool:
@@ -252,14 +282,15 @@ class Sample:
         """Describe the teacher's scores of the path, None without. vocab_size: of the teacher."""
         if not self.has_scores:
             return None
-        return ScoreShape.of(self.teacher_logp_N[self.rollout.draws.path_T], vocab_size)
+        shape = ScoreShape.of(self.teacher_logp_N[self.rollout.draws.path_T], vocab_size)
+        return replace(shape, parts=self.parts) if self.parts else shape
 
 
 class HeldRollout(msgspec.Struct, frozen=True, gc=False):
     """Stands for a Rollout that a data worker holds; the fields that both have are alike.
 
-    worker: who holds it. key: its name there. sizes, geometric_logps: as of a Rollout. cache: what
-    its Sample holds.
+    worker: who holds it. key: its name there. sizes, geometric_logps, runs, reward, turns: as of a
+    Rollout. cache: what its Sample holds.
     """
 
     prompt: Prompt
@@ -274,6 +305,9 @@ class HeldRollout(msgspec.Struct, frozen=True, gc=False):
     finished_s: float
     engine: str = ""
     restarts: int = 0
+    runs: tuple[SampledRun, ...] = ()
+    reward: float | None = None
+    turns: tuple[TurnFigures, ...] = ()
 
     @property
     def num_response_tokens(self) -> int:
@@ -307,6 +341,7 @@ class HeldSample(msgspec.Struct, frozen=True, gc=False):
     reward: float | None = None
     overlong_penalty: float = 0.0
     masked: bool = False
+    teacher_version: int | None = None
 
     @property
     def has_scores(self) -> bool:

@@ -12,6 +12,8 @@ from megatron_opd.report.series import number
 HELD_OUT = "held-out"
 """Name of the set of runs that were evaluated before and after alone."""
 COLUMNS = ("accuracy_pct", "stderr_pct", "mean_response_tokens", "truncated_pct", "lag_steps")
+OF_TURNS = ("mean_reward", "mean_turns", "mean_tool_calls", "mean_call_errors")
+"""Columns of sets whose answers are trajectories: what they are worth need not be 0 or 1."""
 PASS = "pass_at_k"
 
 Track = dict[str, list[float | None]]
@@ -30,7 +32,9 @@ def tracks_of(run: RunData) -> dict[str, Track]:
 
 def _track(rows: Sequence[Mapping[str, Any]]) -> Track:
     flat = [dict(row) | _passes(row.get(PASS)) for row in rows]
+    played = any("mean_turns" in row for row in flat)
     names = [*COLUMNS, *dict.fromkeys(key for row in flat for key in row if key.startswith(PASS))]
+    names += OF_TURNS if played else ()
     track = {name: [_value(row.get(name)) for row in flat] for name in names}
     track = {name: values for name, values in track.items() if any(v is not None for v in values)}
     return {

@@ -12,6 +12,7 @@ from typing import Any
 
 from megatron_opd.metrics.catalogue import metric_of
 from megatron_opd.metrics.metric import Range
+from megatron_opd.records.branches import BRANCHES
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,34 @@ TEACHER = (
     Chart("Tokens that carry 80 % of the loss", ("health_loss_tokens_80",)),
     Chart("Divergence at the end of answers", ("health_eos_kl_nats",)),
 )
+TURNS = (
+    Chart("Turns of a trajectory", ("turns_mean",)),
+    Chart(
+        "Time of a trajectory",
+        ("turn_sampling_s_mean", "turn_waiting_s_mean", "environment_s_mean"),
+        "Its turns' sampling, the wait for a slot within it, and the environment's answers.",
+    ),
+    Chart("Tool calls", ("tool_calls_mean",)),
+    Chart("Tool calls that could not be made", ("tool_call_error_fraction",)),
+    Chart("Given tokens", ("given_tokens_mean",)),
+    Chart("Prefixes that were cached", ("turn_cached_fraction",)),
+    Chart("Sequences of a trajectory", ("sequences_mean",)),
+    Chart(
+        "What began further sequences",
+        tuple(f"branches_{cause}_mean" for cause in BRANCHES),
+        "A history of its own, an edited one, one that was answered before, a rewritten one.",
+    ),
+    Chart("Settings of agents that were ignored", ("settings_ignored_mean",)),
+    Chart(
+        "Turns with a reward",
+        ("turn_rewarded_fraction", "turn_alone_fraction"),
+        "And of those with one the share that has no other at its position to be compared with.",
+    ),
+)
 SECTIONS: tuple[tuple[str, tuple[Chart, ...]], ...] = (
     ("Learning", LEARNING),
     ("Responses", RESPONSES),
+    ("Turns and tools", TURNS),
     ("Freshness of the data", FRESHNESS),
     ("Speed", SPEED),
     ("Draw cache", CACHE),

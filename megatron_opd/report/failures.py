@@ -15,6 +15,7 @@ COUNTS = {
     "rollouts_restarted": "rollouts sampled anew",
     "aborted_requests": "requests aborted",
     "samples_readmitted": "requests sent to another server",
+    "trajectories_begun_anew": "trajectories begun anew when the run was continued",
     "requests_timed_out": "requests that ran out of time",
     "frames_refused": "frames of strangers refused",
     "updates_without_signal": "updates that taught nothing",

@@ -26,7 +26,11 @@ ERROR = "stderr_pct"
 TITLES = {
     "accuracy_pct": "Accuracy",
     "mean_response_tokens": "Length of the answers",
-    "truncated_pct": "Answers cut at the limit",
+    "truncated_pct": "Answers cut at a limit",
+    "mean_reward": "Reward of the answers",
+    "mean_turns": "Turns of the answers",
+    "mean_tool_calls": "Tool calls in the answers",
+    "mean_call_errors": "Wrong tool calls in the answers",
     "lag_steps": "Updates made meanwhile",
 }
 

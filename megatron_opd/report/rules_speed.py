@@ -24,12 +24,21 @@ def idle(facts: Facts) -> Iterator[Finding]:
     fleet = facts.figures.get("fleet_idle_ratio", facts.figure("window_sampler_idle"))
     ahead = facts.key("schedule.max_staleness")
     at_teacher = _at_teacher(facts.run.table)
+    answer_s, sampling_s = _turns(facts.run.table)
     if at_teacher >= LIMITS and learner >= IDLE:
         yield Finding(
             "warning",
             f"the teacher limits the run: {at_teacher:.0%} of the samples under way are at it, and "
             f"the learner is idle {learner:.0%}",
             f"raise {facts.key('teacher.servers')} or {facts.key('scoring.concurrency')}",
+        )
+    elif answer_s > sampling_s and learner >= IDLE:
+        yield Finding(
+            "warning",
+            f"the environment limits the run: its answers take {answer_s:.1f} s of a trajectory, "
+            f"the turns {sampling_s:.1f} s, and the learner is idle {learner:.0%}",
+            f"let more trajectories be under way: raise {ahead} or "
+            f"{facts.key('buffer.batch_size')}; or let the environment answer faster",
         )
     elif learner >= IDLE and fleet >= IDLE:
         yield Finding(
@@ -56,6 +65,17 @@ def _at_teacher(table: Table) -> float:
     """Return the share of the samples under way that wait for the teacher, or are at it."""
     scoring, under_way = table.values("scoring_samples"), table.values("permits_in_use")
     return float(scoring.sum() / under_way.sum()) if under_way.sum() > 0 else math.nan
+
+
+def _turns(table: Table) -> tuple[float, float]:
+    """Return the mean seconds of a trajectory's answers and turns; 0 where nothing answers.
+
+    Turns with their waits for a slot: where servers are what all wait for, these are the longer.
+    """
+    answer_s, sampling_s = table.values("environment_s_mean"), table.values("turn_sampling_s_mean")
+    if not len(answer_s) or not len(sampling_s):
+        return 0.0, 0.0
+    return float(answer_s.mean()), float(sampling_s.mean())
 
 
 def syncing(facts: Facts) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ from megatron_opd.records.drops import (
 )
 from megatron_opd.records.seeds import ROLLOUT, derived_seed
 from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.turns import SampledTurn, digest_of
 from megatron_opd.records.types import AnyRollout, IntArray, Prompt, Rollout, VersionSpan
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.protocol import RolloutReply, RolloutRequest
@@ -45,6 +46,15 @@ class TurnFleet(Protocol):
 
 ResultT = TypeVar("ResultT")
 
+
+class TurnHold(Protocol):
+    """Names the method of controller.in_flight.Rollouts that sampling turns needs."""
+
+    async def counted(self, sample: Callable[[], Awaitable[ResultT]]) -> tuple[ResultT, int]:
+        """Return what `sample` returns, and how many tries before were thrown away."""
+        ...
+
+
 Sampler = Callable[[Prompt, RolloutRequest, int], Awaitable[AnyRollout]]
 """Samples one completion in one try; the number is that of the tries before it."""
 
@@ -53,22 +63,15 @@ Sampler = Callable[[Prompt, RolloutRequest, int], Awaitable[AnyRollout]]
 class TurnStart:
     """Says what a turn follows. ids: all before it. number: from 0. room: most ids it may have.
 
-    url: the server that sampled the turn before; empty: none did.
+    url: the server that sampled what comes before; empty: none did. stop: strings that end it,
+    besides those of the run and of the prompt.
     """
 
     ids: IntArray
     number: int
     room: int
     url: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class SampledTurn:
-    """Holds a turn as it was sampled. sampling_s: with the wait for a slot and for a server."""
-
-    reply: RolloutReply
-    restarts: int
-    sampling_s: float
+    stop: tuple[str, ...] = ()
 
 
 class RolloutGenerator:
@@ -126,11 +129,18 @@ class RolloutGenerator:
         """
         return await self._served(lambda earlier: self._once(prompt, earlier))
 
-    async def turn(self, fleet: TurnFleet, prompt: Prompt, follows: TurnStart) -> SampledTurn:
+    async def turn(
+        self,
+        fleet: TurnFleet,
+        prompt: Prompt,
+        follows: TurnStart,
+        hold: TurnHold | None = None,
+    ) -> SampledTurn:
         """Return one turn of a trajectory that is about `prompt`; raises as `generate` does.
 
-        fleet: the student servers. At most rollout.concurrency turns are sampled at once. Each turn
-        has noise of its own.
+        fleet: the student servers. hold: holds it back during a weight sync; None: it goes on with
+        the new weights. At most rollout.concurrency turns are sampled at once. Each turn has noise
+        of its own, which a try that is thrown away meets again. BadReply: it has no draws.
         """
         clock = asyncio.get_running_loop().time
         request = self._request(prompt, follows)
@@ -141,11 +151,19 @@ class RolloutGenerator:
             asked = msgspec.structs.replace(request, rid=rid)
             return await fleet.generate(asked, prefer=follows.url), earlier
 
-        async with self._slots:
-            reply, restarts = await self._served(once)
+        aborted = 0
+        async with self._slots:  # whoever waits for a slot is not waited for by a weight sync
+            waited_s = clock() - begun_s
+            if hold is None:
+                reply, restarts = await self._served(once)
+            else:
+                (reply, restarts), aborted = await hold.counted(lambda: self._served(once))
         if len(reply.output_ids_T) == 0:
             raise RolloutRejected(EMPTY_RESPONSE, f"prompt {prompt.uid}, turn {follows.number + 1}")
-        return SampledTurn(reply, restarts, clock() - begun_s)
+        if reply.draws is None:
+            raise BadReply(f"{reply.url}: a turn of prompt {prompt.uid} came back without draws")
+        before, seconds = digest_of(follows.ids), clock() - begun_s
+        return SampledTurn(len(follows.ids), before, reply, restarts + aborted, seconds, waited_s)
 
     async def _served(self, once: Callable[[int], Awaitable[ResultT]]) -> ResultT:
         try:
@@ -179,6 +197,7 @@ class RolloutGenerator:
         ids = prompt.token_ids_P if follows is None else follows.ids
         most = prompt.max_new_tokens or self._rollout.max_new_tokens
         later = (follows.number,) if follows is not None and follows.number else ()
+        stop = () if follows is None else follows.stop
         seeded = self._rollout.seeded
         seed = derived_seed(self._seed, ROLLOUT, prompt.uid, *later) if seeded else None
         return RolloutRequest(
@@ -194,7 +213,7 @@ class RolloutGenerator:
             experts=self._learner.replays_experts,
             gates=self._learner.replays_gates,
             stop_token_ids=self._end_ids,
-            stop=tuple(dict.fromkeys((*self._rollout.stop, *prompt.stop))),
+            stop=tuple(dict.fromkeys((*self._rollout.stop, *prompt.stop, *stop))),
             seed=seed,
         )
 

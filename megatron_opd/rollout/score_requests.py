@@ -1,17 +1,38 @@
-"""Builds what a teacher is asked: log-probs of the ids that were cached along a sequence."""
+"""Builds what a teacher is asked: log-probs of the ids that were cached along a sequence.
+
+A teacher may read another prompt than the student (Prompt.teacher_ids_Q). The response behind it is
+the student's, id by id: rows of scores are those of its tokens wherever these stand.
+"""
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import replace
 
-from megatron_opd.records.types import Rollout
+import msgspec
+import numpy as np
+
+from megatron_opd.records.types import IntArray, Rollout
+from sglang_bridge.arrays import unpack
 from sglang_bridge.protocol import ScoreRequest
+
+
+class MixtureStep(msgspec.Struct, frozen=True):
+    """Says where in the scoring of a mixture an ask is (mixing.py).
+
+    weight: of its teacher. draws: that all teachers make at a token.
+    """
+
+    number: int
+    weight: float
+    draws: int
+    last: bool
 
 
 class TeacherAsk(msgspec.Struct, frozen=True):
     """Says how a teacher is to score a rollout; the fields are ScoreRequest's.
 
-    vocab_size: ids of the student.
+    vocab_size: ids of the student. prompt: what the teacher reads instead of the student's prompt,
+    packed (sglang_bridge/arrays.py); None: the same. teacher: its name. step: of a mixture.
     """
 
     rid: str
@@ -20,14 +41,31 @@ class TeacherAsk(msgspec.Struct, frozen=True):
     num_draws: int
     seed: int | None
     vocab_size: int
+    prompt: bytes | None = None
+    teacher: str = ""
+    step: MixtureStep | None = None
 
 
 def asked_of(rollout: Rollout, ask: TeacherAsk) -> ScoreRequest:
-    """Ask for the scores of the cached ids of a rollout of one sequence."""
+    """Ask for the scores of the cached ids of a rollout of one sequence. ValueError: bad bytes."""
+    if ask.prompt is not None:
+        rollout = behind(rollout, unpack(ask.prompt, "<i4"))
     plain = score_request(ask.rid, rollout, ask.temperature)
     return msgspec.structs.replace(
         plain, num_atoms=ask.num_atoms, num_draws=ask.num_draws, seed=ask.seed
     )
+
+
+def behind(rollout: Rollout, prompt_ids_Q: IntArray) -> Rollout:
+    """Return a rollout of one sequence with another prompt; what was sampled stays as it is."""
+    (ids_S,), first = rollout.sequences, rollout.runs[0].start
+    further = len(prompt_ids_Q) - first
+    runs = tuple(
+        msgspec.structs.replace(run, start=run.start + further, stop=run.stop + further)
+        for run in rollout.runs
+    )
+    ids_S = np.concatenate([prompt_ids_Q.astype(ids_S.dtype), ids_S[first:]])
+    return replace(rollout, sequences=(ids_S,), runs=runs)
 
 
 def score_request(

@@ -1,7 +1,7 @@
 """Turns a Rollout into a Sample with the teacher's log-prob of every cached id, or drops it.
 
-A score that cannot be used (scores.py) drops its sample with a counted reason. So does a verifier
-that fails.
+Of a mixture every teacher is asked (mixing.py). A score that cannot be used (scores.py) drops its
+sample with a counted reason, and so does a verifier that fails.
 scoring.attempts counts every try of a sample, over all servers; no lower layer retries.
 """
 
@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial, reduce
 from typing import Protocol, TypeVar
 
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.config.roles import Role, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.data.verifiers.reward import VerifierFailed
+from megatron_opd.environments.trajectory import trajectory_limits
 from megatron_opd.records.drops import (
+    ENVIRONMENT_NO_REWARD,
     NO_ANSWER,
     TEACHER_BAD_REPLY,
     TEACHER_REFUSED,
@@ -24,13 +27,22 @@ from megatron_opd.records.drops import (
     TEACHER_UNAVAILABLE,
     TEACHER_UNREACHABLE,
 )
+from megatron_opd.records.mixtures import Shares
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.seeds import SCORE, derived_seed
 from megatron_opd.records.sequences import by_sequence
-from megatron_opd.records.types import AnyRollout, AnySample, HeldRollout, HeldSample, Sample
-from megatron_opd.rollout.overlong import judged_length
+from megatron_opd.records.types import (
+    AnyRollout,
+    AnySample,
+    HeldRollout,
+    HeldSample,
+    Sample,
+)
+from megatron_opd.rollout.mixing import Blend, asks_of
+from megatron_opd.rollout.overlong import CUT, judged_length
 from megatron_opd.rollout.score_requests import TeacherAsk, asked_of
-from megatron_opd.rollout.scores import scored, unscored, with_scores
+from megatron_opd.rollout.scores import unscored, with_scores
+from sglang_bridge.arrays import pack
 from sglang_bridge.errors import BadReply, BridgeError, ServerUnreachable
 from sglang_bridge.protocol import ScoreReply, ScoreRequest
 from sglang_bridge.retry import Backoff, is_transient, retried
@@ -50,10 +62,18 @@ class ScoreFleet(Protocol):
         ...
 
 
+class ChangingWeights(Protocol):
+    """Names the method of weight_sync.live.LiveVersion that scoring needs."""
+
+    async def of_one_version(self, ask: Callable[[], Awaitable[Answer]]) -> tuple[Answer, int]:
+        """Return an answer of the servers, and the version that gave all of it."""
+        ...
+
+
 Elsewhere = Callable[
-    [ScoreFleet, HeldRollout, TeacherAsk], Awaitable[tuple[HeldRollout, ScoreShape]]
+    [ScoreFleet, HeldRollout, TeacherAsk, int], Awaitable[tuple[HeldRollout, ScoreShape]]
 ]
-"""Scores what is held; returns what is held then, and the shape of its scores."""
+"""Scores a sequence of what is held; returns what is held then, and the shape of its scores."""
 
 
 class FleetScorer:
@@ -68,6 +88,7 @@ class FleetScorer:
         run_id: makes request names unique.
         reward: the verifier, called once for every rollout.
         elsewhere: scores what a data worker holds, in one try at one of a fleet's servers.
+        versions: of the teachers whose weights change; a sample is scored by one of them.
     """
 
     def __init__(
@@ -78,9 +99,13 @@ class FleetScorer:
         run_id: str,
         reward: Reward | None = None,
         elsewhere: Elsewhere | None = None,
+        versions: Mapping[Role, ChangingWeights] | None = None,
     ) -> None:
         self._config, self._vocab_size = config, vocab_size
-        self._fleets = {name: fleets[role] for name, role in teacher_roles(config).items()}
+        roles = teacher_roles(config)
+        self._fleets = {name: fleets[role] for name, role in roles.items()}
+        changing = {} if versions is None else versions
+        self._versions = {name: changing[role] for name, role in roles.items() if role in changing}
         self._run_id, self._reward, self._elsewhere = run_id, reward, elsewhere
         # asked for every sample, and prompts have few weights
         estimator = config.estimator
@@ -99,27 +124,49 @@ class FleetScorer:
         """
         limit = rollout.prompt.max_new_tokens or self._config.rollout.max_new_tokens
         if self._config.environment is not None:
-            limit = self._config.environment.max_tokens
+            most = self._config.rollout.max_new_tokens
+            limit = trajectory_limits(self._config.environment, most).most_sampled
         length = judged_length(self._config.selection.overlong, rollout, limit)
         reward, prompt = await self._judged(rollout), rollout.prompt
         needed = self._needs_teacher(prompt.reward_weight, prompt.teacher_weight)
         asks = needed and not length.masked
         if isinstance(rollout, HeldRollout):
-            held, shape = await self._scored_there(rollout) if asks else (rollout, None)
-            return HeldSample(held, shape, reward, length.penalty, length.masked)
+            if not asks:
+                return HeldSample(rollout, None, reward, length.penalty, length.masked)
+            scored_there = partial(self._scored_there, rollout)
+            (held, shape), version = await self._of_one_version(prompt.shares, scored_there)
+            return HeldSample(held, shape, reward, length.penalty, length.masked, version)
         sample = unscored(rollout, reward, length.penalty, masked=length.masked)
-        return await self._scored(sample) if asks else sample
+        if not asks:
+            return sample
+        score = partial(self._scored, sample)
+        sample, version = await self._of_one_version(prompt.shares, score)
+        return sample if version is None else replace(sample, teacher_version=version)
+
+    async def _of_one_version(
+        self, shares: Shares, score: Callable[[], Awaitable[Answer]]
+    ) -> tuple[Answer, int | None]:
+        """Return scores, and the version of the weights that gave them all; None: there is one.
+
+        Of a mixture the oldest of its teachers' versions, each of which scores by one.
+        """
+        changing = [name for name, _ in shares if name in self._versions]
+        if not changing:
+            return await score(), None
+        first, others = changing[0], tuple(each for each in shares if each[0] in changing[1:])
+        within = partial(self._of_one_version, others, score)
+        (found, oldest), version = await self._versions[first].of_one_version(within)
+        return found, version if oldest is None else min(version, oldest)
 
     async def _scored(self, sample: Sample) -> Sample:
-        fleet, parts = self._fleet(sample.rollout), by_sequence(sample)
+        parts = by_sequence(sample)
         if len(parts) == 1:
-            return await self._scored_sequence(fleet, sample, self._ask(sample.rollout))
-        asks = [self._ask(sample.rollout, number) for number in range(len(parts))]
+            return await self._scored_sequence(sample, 0)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._scored_sequence(fleet, part, ask))
-                    for part, ask in zip(parts, asks, strict=True)
+                    group.create_task(self._scored_sequence(part, number))
+                    for number, part in enumerate(parts)
                 ]
         except* ScoreRejected as rejected:  # the first is the reason of the whole sample
             first = rejected.exceptions[0]
@@ -127,40 +174,57 @@ class FleetScorer:
             raise first from None
         return with_scores(sample, [task.result() for task in tasks])
 
-    async def _scored_sequence(self, fleet: ScoreFleet, part: Sample, ask: TeacherAsk) -> Sample:
-        request = asked_of(part.rollout, ask)
-        reply = await self._answered(lambda _: fleet.score(request))
-        return scored(part, request, reply, self._vocab_size)
+    async def _scored_sequence(self, part: Sample, sequence: int) -> Sample:
+        blend = Blend(part)
+        for ask in self._asks(part.rollout, sequence):
+            fleet, request = self._fleets[ask.teacher], asked_of(blend.part.rollout, ask)
+            reply = await self._answered(lambda _, fleet=fleet, asked=request: fleet.score(asked))
+            blend = blend.after(ask, request, reply)
+        return blend.part
 
-    def _scored_there(self, rollout: HeldRollout) -> Awaitable[tuple[HeldRollout, ScoreShape]]:
-        """Let the data worker that holds the rollout ask the teacher."""
+    async def _scored_there(self, rollout: HeldRollout) -> tuple[HeldRollout, ScoreShape]:
+        """Let the data worker that holds the rollout ask the teachers, a sequence at a time."""
         assert self._elsewhere is not None, "a data worker holds the rollout"
-        score, fleet, ask = self._elsewhere, self._fleet(rollout), self._ask(rollout)
-        return self._answered(lambda _: score(fleet, rollout, ask))
+        held, shapes = rollout, list[ScoreShape]()
+        for sequence in range(len(rollout.sizes)):
+            asks = self._asks(rollout, sequence)
+            for ask in asks:
+                fleet = self._fleets[ask.teacher]
+                score = partial(self._elsewhere, fleet, held, ask, sequence)
+                held, shape = await self._answered(lambda _, score=score: score())
+                if ask is asks[-1]:
+                    shapes.append(shape)
+        return held, reduce(ScoreShape.joined, shapes)
 
     async def _answered(self, call: Callable[[int], Awaitable[Answer]]) -> Answer:
         """Return the first answer. ScoreRejected: there is none."""
         try:
             return await retried(call, self._backoff)
         except BridgeError as error:
-            raise ScoreRejected(_reason(error), str(error)) from error
+            raise ScoreRejected(teacher_reason(error), str(error)) from error
 
-    def _fleet(self, rollout: AnyRollout) -> ScoreFleet:
-        return self._fleets[rollout.prompt.teacher]
-
-    def _ask(self, rollout: AnyRollout, sequence: int = 0) -> TeacherAsk:
+    def _asks(self, rollout: AnyRollout, sequence: int) -> list[TeacherAsk]:
+        """Return what the teachers of a sequence are asked, in order."""
         uid, of = rollout.prompt.uid, () if sequence == 0 else (sequence,)
-        return TeacherAsk(
+        own_Q = rollout.prompt.teacher_ids_Q
+        ask = TeacherAsk(
             "-".join([self._run_id, "score", *map(str, (uid, *of))]),
             self._config.scoring.temperature,
             self._num_atoms,
             self._num_draws,
             derived_seed(self._config.run.seed, SCORE, uid, *of),
             self._vocab_size,
+            None if own_Q is None else pack(own_Q),
         )
+        return asks_of(rollout.prompt.shares, ask)
 
     async def _judged(self, rollout: AnyRollout) -> float | None:
-        """Return the reward; None where there is none and no objective reads it."""
+        """Return the reward; None where there is none and no objective reads it.
+
+        0 where a limit ended a trajectory before its environment gave one, as in evaluations.
+        """
+        if self._config.estimator.credit == "turn":
+            return self._of_turns(rollout)
         reward = None
         try:
             if self._reward is not None:
@@ -169,11 +233,26 @@ class FleetScorer:
             why = f"{rollout.prompt.row_id}: {failed.detail}"
             raise ScoreRejected(failed.reason, why) from failed
         if reward is None and self._needs_reward(rollout.prompt.reward_weight):
+            if rollout.turns and rollout.finish_reason == CUT:
+                return 0.0
             raise ScoreRejected(NO_ANSWER, f"prompt {rollout.prompt.uid} has no answer to verify")
         return reward
 
+    def _of_turns(self, rollout: AnyRollout) -> float | None:
+        """Return the sum of the turns' rewards; None where a limit ended it before any.
 
-def _reason(error: BridgeError) -> str:
+        No verifier is asked: its reward would be no turn's.
+        """
+        rewards = [turn.reward for turn in rollout.turns if turn.reward is not None]
+        ended = rollout.finish_reason != CUT
+        if not rewards and ended and self._needs_reward(rollout.prompt.reward_weight):
+            why = f"{rollout.prompt.row_id}: none of {len(rollout.turns)} turns has a reward"
+            raise ScoreRejected(ENVIRONMENT_NO_REWARD, why)
+        return sum(rewards) if rewards else None
+
+
+def teacher_reason(error: BridgeError) -> str:
+    """Return why what a teacher's servers did not answer is dropped."""
     if isinstance(error, BadReply):
         return TEACHER_BAD_REPLY
     if isinstance(error, ServerUnreachable) and error.timed_out:

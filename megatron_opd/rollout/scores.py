@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from megatron_opd.records.drops import (
     TEACHER_NAN,
     TEACHER_UNKNOWN_ID,
 )
+from megatron_opd.records.sample_figures import joined_parts
 from megatron_opd.records.sequences import joined_draws
 from megatron_opd.records.types import FloatArray, Rollout, Sample
 from sglang_bridge.protocol import DrawCache, ScoreReply, ScoreRequest, Selection
@@ -58,7 +60,10 @@ def with_scores(sample: Sample, parts: Sequence[Sample]) -> Sample:
     """Return the sample with the scores of its sequences, and the caches that they have now."""
     draws = joined_draws([part.rollout.draws for part in parts])
     scores_N = np.concatenate([part.teacher_logp_N for part in parts])
-    return replace(sample, rollout=replace(sample.rollout, draws=draws), teacher_logp_N=scores_N)
+    mixed = all(part.parts for part in parts)
+    shapes = reduce(joined_parts, [part.parts for part in parts]) if mixed else ()
+    rollout = replace(sample.rollout, draws=draws)
+    return replace(sample, rollout=rollout, teacher_logp_N=scores_N, parts=shapes)
 
 
 def selected(path: DrawCache, selection: Selection) -> DrawCache:

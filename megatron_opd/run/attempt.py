@@ -41,6 +41,7 @@ from megatron_opd.metrics.summary import summarise
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
+from megatron_opd.records.types import ALONE
 from megatron_opd.rollout.teacher_health import HealthProbe, here
 from megatron_opd.run.batch_learner import BatchLearner
 from megatron_opd.run.checkpoints import Checkpoints
@@ -143,7 +144,7 @@ async def begin_attempt(
         await ready.remote.load_state(resumed.learner)
     if resumed is not None or beginning.again or ready.config.weight_sync.round_to is not None:
         # the servers hold other weights: the checkpoint that the run began with, or later ones
-        await up.sampling.weights.sync(state.version)
+        await up.sampling.weights.sync(state.version, ALONE)
     attempt = _made(ready, up, beginning)
     ready.summary.follow("attempt", attempt.figures)
     checkpoints, evaluations = attempt.checkpoints, attempt.evaluations
@@ -165,6 +166,7 @@ def _made(ready: Ready, up: Up, beginning: Beginning) -> Attempt:
         record=lambda row: observers.evaluated(row),
         end_early=lambda: controller.end_early(),
         say=ready.say,
+        playing=up.playing,
     )
     evaluations = evaluations_in(config, prepared, surroundings)
     evaluations.restore(beginning.evaluated)
@@ -180,14 +182,16 @@ def _made(ready: Ready, up: Up, beginning: Beginning) -> Attempt:
         evaluations,
     )
     judge = _make_judge(ready)
-    rollout, teacher = up.sampling.engines()
+    engines = up.sampling.engines()
     ports = Ports(
         prompts=prepared.prompts,
         passed=lambda: prepared.prompts.passed,
-        rollout=rollout,
-        teacher=teacher,
+        rollout=engines.rollout,
+        teacher=engines.teacher,
         learner=BatchLearner(config, ready.remote, up.pool, judge),
         store=up.pool,
+        hold=engines.hold,
+        turns=engines.turns,
         weight_sync=up.sampling.weights,
         observer=observers,
         guard=up.guard,

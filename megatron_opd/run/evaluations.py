@@ -7,8 +7,9 @@ from collections.abc import Callable, Mapping
 from megatron_opd.config.roles import STUDENT, Role
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.ports import Keeper, TakeState
+from megatron_opd.environments.playing import Playing
 from megatron_opd.evaluation.evaluations import Evaluations, Surroundings
-from megatron_opd.evaluation.measure import CompletionPort, FleetPort
+from megatron_opd.evaluation.ports import CompletionPort, FleetPort
 from megatron_opd.evaluation.sets import evaluated_sets
 from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.metrics.observers import RunObserver
@@ -34,7 +35,11 @@ def port_of(config: Config, prepared: Prepared, role: Role, fleet: Fleet) -> Com
 
 
 def evaluations_before(
-    config: Config, prepared: Prepared, fleets: Mapping[Role, Fleet], say: Callable[[str], None]
+    config: Config,
+    prepared: Prepared,
+    fleets: Mapping[Role, Fleet],
+    say: Callable[[str], None],
+    playing: Playing | None = None,
 ) -> Evaluations:
     """Make the evaluations before the first update: nothing trains, and no file is open yet."""
     run = Surroundings(
@@ -44,13 +49,15 @@ def evaluations_before(
         record=lambda row: None,
         end_early=lambda: None,
         say=say,
+        playing=playing,
     )
     return evaluations_in(config, prepared, run)
 
 
 def evaluations_in(config: Config, prepared: Prepared, run: Surroundings) -> Evaluations:
     """Make the evaluations of a run's held-out sets."""
-    sets = {} if prepared.judge is None else evaluated_sets(config, prepared.heldout)
+    judged = prepared.judge is not None or run.playing is not None
+    sets = evaluated_sets(config, prepared.heldout) if judged else {}
     return Evaluations(config.evaluation, sets, prepared.judge, run, config.run.max_steps)
 
 

@@ -6,17 +6,25 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron_opd.config.roles import STUDENT, Role, teacher_roles
-from megatron_opd.controller.ports import Guard, RolloutEngine, TeacherScorer
+from megatron_opd.config.roles import STUDENT, Role, followers, teacher_roles
+from megatron_opd.config.sources import TeacherSource
+from megatron_opd.controller.in_flight import Rollouts
+from megatron_opd.controller.ports import Engines, Guard
 from megatron_opd.controller.snapshot import ControllerState
+from megatron_opd.data_workers.checks import PlayedRules
 from megatron_opd.data_workers.fleet_calls import sampled_by_workers, scored_by_workers
+from megatron_opd.data_workers.played import PlayedByWorkers
 from megatron_opd.data_workers.pool import WorkerPool
 from megatron_opd.data_workers.reward import make_reward
+from megatron_opd.environments.playing import Playing
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.resumed import ResumeCounts, ResumedTrajectories
 from megatron_opd.rollout.scorer import FleetScorer
-from megatron_opd.rollout.trajectories import Playing, TrajectoryGenerator
+from megatron_opd.rollout.trajectories import TrajectoryGenerator
 from megatron_opd.run.stages import Ready
+from megatron_opd.transport.remote_learner import WeightsOfRole
+from megatron_opd.weight_sync.following import FollowedSync, Follower, as_students
 from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.session import Lose, WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
@@ -31,7 +39,7 @@ class OwnServers:
         fleets: of all roles.
         pool: data workers through which samples and scores go; None: they come here.
         lose: gives up a student server that a weight sync cannot reach.
-        playing: plays trajectories; None: each prompt is answered once.
+        playing: plays trajectories; None: data workers do, or each prompt is answered once.
     """
 
     def __init__(
@@ -45,24 +53,29 @@ class OwnServers:
         config, student = ready.config, fleets[STUDENT]
         self._config, self._prepared = config, ready.prepared
         self._fleets, self._pool, self._playing = fleets, pool, playing
-        self._used, self._opened = ready.used(STUDENT), False
+        self._used = [role for role in fleets if ready.used(role)]
+        self._opened = False
+        self.resumed = ResumeCounts()
         make_transport = transport_kind(config.weight_sync).fleet_part
         transport = make_transport(student, ready.remote.move_weights, config)
         memory = MemoryTurns(student, ready.remote) if config.schedule.time_shared else None
-        self.weights = WeightSync(
-            student, ready.remote, transport, config.weight_sync, lose, memory
-        )
+        sync = WeightSync(student, ready.remote, transport, config.weight_sync, lose, memory)
+        self._followers = {
+            role: _follower(ready, role, source, fleets[role], lose)
+            for role, source in followers(config).items()
+        }
+        self.weights = FollowedSync(sync, self._followers)
 
     async def open(self, guard: Guard, supervisor: Supervisor) -> None:
         """Connect the learner and the servers. Raises WeightSyncFailed."""
         self._opened = True
-        await self.weights.open(used=self._used)
+        await self.weights.open(self._used)
 
     async def wait_ready(self, guard: Guard) -> None:
         """Return at once: the servers are there."""
 
-    def engines(self) -> tuple[RolloutEngine, TeacherScorer]:
-        """Return what samples from the student's servers, and what scores on the teachers'."""
+    def engines(self) -> Engines:
+        """Return what samples on the student's servers, and scores on the teachers'."""
         config, prepared, pool, fleets = self._config, self._prepared, self._pool, self._fleets
         run_id, vocab_size = uuid.uuid4().hex[:8], prepared.student.vocab_size
         reward = make_reward(prepared.judge, prepared.ending, pool)
@@ -74,11 +87,18 @@ class OwnServers:
             score = scored_by_workers(pool, sizes)
         ends = prepared.ending.token_ids
         sampler = RolloutGenerator(config, fleets[STUDENT], vocab_size, run_id, ends, sample)
-        scorer = FleetScorer(config, fleets, vocab_size, run_id, reward, score)
-        if self._playing is None:
-            return sampler, scorer
-        seed = config.run.seed
-        return TrajectoryGenerator(sampler, fleets[STUDENT], self._playing, seed), scorer
+        versions = {role: each.sync.live for role, each in self._followers.items()}
+        scorer = FleetScorer(config, fleets, vocab_size, run_id, reward, score, versions)
+        hold, seed = Rollouts(config.schedule.in_flight, self.weights), config.run.seed
+        if config.environment is not None and pool is not None:
+            slots, rules = config.rollout.concurrency, PlayedRules.of(config, vocab_size)
+            played = PlayedByWorkers(pool, fleets[STUDENT], slots, hold, rules)
+        elif self._playing is not None:
+            played = TrajectoryGenerator(sampler, fleets[STUDENT], self._playing, seed, hold)
+        else:
+            return Engines(sampler, scorer)
+        trajectories = ResumedTrajectories(played, self.resumed)
+        return Engines(trajectories, scorer, hold, trajectories)
 
     async def start_over(self, state: ControllerState) -> None:
         """Prepare for another learner. WeightSyncFailed: too few servers are left."""
@@ -107,3 +127,13 @@ class OwnServers:
 
     def summary(self) -> None:
         """Return None: there are no sites."""
+
+
+def _follower(
+    ready: Ready, role: Role, source: TeacherSource, fleet: Fleet, lose: Lose
+) -> Follower:
+    """Make what sends a teacher's servers the weights of its source."""
+    config, learner = as_students(ready.config, role), WeightsOfRole(ready.remote, role)
+    make_transport = transport_kind(config.weight_sync).fleet_part
+    transport = make_transport(fleet, learner.move_weights, config)
+    return Follower(WeightSync(fleet, learner, transport, config.weight_sync, lose), source)

@@ -96,6 +96,8 @@ def _figures(ready: Ready) -> dict[str, Any]:
         "learner_restarts": 0,
         "updates_rolled_back": 0,
         "samples_readmitted": 0,
+        "trajectories_resumed": 0,
+        "trajectories_begun_anew": 0,
         "requests_timed_out": 0,
         "sites": None,
         "data_workers_lost": 0,

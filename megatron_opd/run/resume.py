@@ -85,6 +85,8 @@ MAY_CHANGE = (
 CANNOT_CHANGE = {
     "student.model": "the checkpoint's weights and samples are of that model",
     "learner.dtype": "the checkpoint's weights and optimizer are stored in it",
+    "teacher*.source.type": "the checkpoint holds what the teacher followed with",
+    "teacher*.source.every": "the checkpoint holds the teacher's last version, or none",
     "data.teacher_key": "the checkpoint's samples were scored by it",
     "objective.type": "the checkpoint's samples were scored for it",
     "objective.terms": "the checkpoint's samples were scored for them",

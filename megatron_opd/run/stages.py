@@ -17,9 +17,10 @@ from rich.console import Console
 from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.config.roles import STUDENT, Role, section_of
 from megatron_opd.config.schema import Config
-from megatron_opd.controller.ports import Guard, RolloutEngine, TeacherScorer
+from megatron_opd.controller.ports import Engines, Guard, WeightSyncer
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.environments.playing import Playing
 from megatron_opd.evaluation.evaluations import Evaluations
 from megatron_opd.fleet.elastic import Elastic
 from megatron_opd.fleet.ends import FirstCause
@@ -33,12 +34,11 @@ from megatron_opd.launch.stopping import Stopping
 from megatron_opd.metrics.memory import PeakMemory
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.output import print_lines
+from megatron_opd.rollout.resumed import ResumeCounts
 from megatron_opd.run.directory import OwnedDirectory
 from megatron_opd.run.resume import Resumption
 from megatron_opd.run.summary import RunSummary
-from megatron_opd.sites.versions import SiteVersions
 from megatron_opd.transport.remote_learner import Admission, RemoteLearner
-from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.fleet import Fleet
 
 
@@ -91,7 +91,8 @@ class Ready:
 
     def new_totals(self) -> RunTotals:
         """Return totals that nothing was counted into but the memory of this process."""
-        totals = RunTotals(self.samplers, self.config.rollout.group_size)
+        credit = self.config.estimator.credit
+        totals = RunTotals(self.samplers, self.config.rollout.group_size, credit)
         totals.memory = self.memory
         return totals
 
@@ -105,8 +106,13 @@ class SampleSource(Protocol):
     """Names what a run needs of what samples for it."""
 
     @property
-    def weights(self) -> WeightSync | SiteVersions:
+    def weights(self) -> WeightSyncer:
         """Returns what sends the learner's weights there."""
+        ...
+
+    @property
+    def resumed(self) -> ResumeCounts:
+        """Returns how many trajectories went on after an interruption."""
         ...
 
     async def open(self, guard: Guard, supervisor: Supervisor) -> None:
@@ -117,8 +123,8 @@ class SampleSource(Protocol):
         """Wait until something is there that samples. Raises UserError."""
         ...
 
-    def engines(self) -> tuple[RolloutEngine, TeacherScorer]:
-        """Return what samples for one controller, and what scores."""
+    def engines(self) -> Engines:
+        """Return what samples and scores for one controller."""
         ...
 
     async def start_over(self, state: ControllerState) -> None:
@@ -155,7 +161,7 @@ class Up:
     """Holds what a run's updates are made with; the run's directory is its own from here on.
 
     pool: what the data workers do for the run; None: there are none. evaluations: those before the
-    first update.
+    first update. playing: runs trajectories; None: prompts are answered once.
     """
 
     fleets: Mapping[Role, Fleet]
@@ -166,3 +172,4 @@ class Up:
     sampling: SampleSource
     evaluations: Evaluations
     teacher_checks: list[str]
+    playing: Playing | None = None

@@ -10,6 +10,7 @@ from typing import Any
 
 from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.data_workers.pool import WorkerPool
+from megatron_opd.environments.playing import Playing
 from megatron_opd.evaluation.summary import summary_of
 from megatron_opd.fleet.admission import ServerAdmission
 from megatron_opd.fleet.clients import close_fleets, make_fleet
@@ -23,7 +24,6 @@ from megatron_opd.inputs.teachers import check_teachers
 from megatron_opd.inputs.verifiers import judging
 from megatron_opd.launch.data_workers import DataWorkers
 from megatron_opd.launch.readiness import StartingPart
-from megatron_opd.rollout.trajectories import Playing
 from megatron_opd.run.evaluations import evaluations_before
 from megatron_opd.run.own_servers import OwnServers
 from megatron_opd.run.resume import state_of
@@ -50,7 +50,10 @@ async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStac
 
     fleets = _fleets_of(ready)
     closed(partial(close_fleets, fleets))
-    evaluations = evaluations_before(config, ready.prepared, fleets, say)
+    # it ends after the last evaluation has
+    trajectories = playing(config, ready.prepared.turns, ready.prepared.user, fleets)
+    plays = await closers.enter_async_context(trajectories)
+    evaluations = evaluations_before(config, ready.prepared, fleets, say, plays)
     ready.summary.follow("evaluations before", lambda: summary_of(evaluations, None))
     say(*(f"note: {line}" for line in ready.prepared.notes))
     if ready.machines.starts:
@@ -68,12 +71,11 @@ async def bring_up(ready: Ready, closers: AsyncExitStack, watches: AsyncExitStac
     guard = make_guard(ready.processes, ready.memory, ready.remote, supervisor)
     checks = await _check_teachers(ready, fleets, guard)
     ready.directory.take_over()
-    plays = await watches.enter_async_context(playing(config, ready.prepared.turns))
     sampling = _sampling(ready, fleets, pool, supervisor, plays)
     elastic = Elastic(
         config, fleets, supervisor, ready.processes, admission.admit, sampling.remove_server, say
     )
-    up = Up(fleets, pool, supervisor, elastic, guard, sampling, evaluations, checks)
+    up = Up(fleets, pool, supervisor, elastic, guard, sampling, evaluations, checks, plays)
     ready.summary.follow("up", partial(_figures, ready, up))
     closed(lambda: sampling.close(elastic.outliving))
     return up
@@ -90,6 +92,8 @@ def _figures(ready: Ready, up: Up) -> dict[str, Any]:
         "servers_added": up.elastic.added,
         "servers_removed": up.elastic.removed,
         "samples_readmitted": sum(fleet.restarted for fleet in up.fleets.values()),
+        "trajectories_resumed": up.sampling.resumed.resumed,
+        "trajectories_begun_anew": up.sampling.resumed.begun_anew,
         "requests_timed_out": sum(fleet.timed_out for fleet in up.fleets.values()),
         "sites": up.sampling.summary(),
         "data_workers_lost": lost,
@@ -178,7 +182,11 @@ async def _check_teachers(ready: Ready, fleets: Fleets, guard: RunGuard) -> list
     if not all(role in fleets for role in roles.values()):  # they are at sites
         return []
     clients = {name: fleets[role].clients for name, role in roles.items()}
-    lines = await while_alive(guard, check_teachers(ready.config, ready.prepared, clients))
+    # a resumed student is not yet on its servers, and one that sleeps answers nothing
+    awake = ready.resumed is None and not ready.config.schedule.time_shared
+    students = fleets[STUDENT].clients if awake and STUDENT in fleets else ()
+    checks = check_teachers(ready.config, ready.prepared, clients, students=students)
+    lines = await while_alive(guard, checks)
     ready.say(*lines)
     return lines
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from megatron_opd.config.schema import Config
+from megatron_opd.sim.drawn_lengths import drawn_lengths, mean_tokens
 
 
 def micro_batches(config: Config) -> int:
     """Return the micro-batches of a mini-batch on the data-parallel rank with most samples."""
     learner, parallel = config.learner, config.learner.parallel
-    lengths = config.simulation.lengths
-    mean = (lengths.mean or config.rollout.max_new_tokens / 2) + lengths.prompt_tokens
+    mean = mean_tokens(drawn_lengths(config))
     samples = math.ceil(config.buffer.batch_size / (learner.num_mini_batches * parallel.dp))
     budget = max(mean, learner.max_tokens_per_microbatch * parallel.cp)
     return max(1, math.ceil(samples * mean / budget))

@@ -125,7 +125,7 @@ class Costs(Record, frozen=True, kw_only=True):
     """Holds the costs of all parts of a run.
 
     teachers: by the name that prompts know a teacher by. network_s: one way between the controller
-    and a server. controller_s: what the controller works on a sample, one after the other.
+    and a server. controller_s: what the controller works on a response or turn, one by one.
     host_cores: cores that the controller, the learner's data-parallel ranks, servers of every role
     and weight sync share, each of which keeps one busy while it works; None: each has hardware of
     its own.
@@ -145,22 +145,55 @@ class Costs(Record, frozen=True, kw_only=True):
             raise ValueError(f"host_cores must be >= {LEAST_CORES}, got {self.host_cores:g}")
 
 
+class LognormalTurns(Record, frozen=True, kw_only=True):
+    """Draws the turns of trajectories, and how long their environment answers.
+
+    mean: turns of a trajectory, before the cut at environment.max_turns; cv: standard deviation
+    over mean, of a lognormal distribution; 0: all are alike. given_tokens: between two turns.
+    answer_s, answer_cv: mean seconds of an answer, the last one too, and their spread.
+    """
+
+    mean: float
+    cv: float = 0.0
+    given_tokens: int = 64
+    answer_s: float = 0.0
+    answer_cv: float = 0.0
+
+
 class LognormalLengths(Record, frozen=True, kw_only=True, tag="lognormal"):
     """Draws response lengths from a lognormal distribution, cut off at rollout.max_new_tokens.
 
-    mean: tokens, before the cut. cv: standard deviation over mean; 0: all are alike.
-    prompt_tokens: of every prompt.
+    mean: tokens, before the cut, of a turn where there are turns. cv: standard deviation over mean;
+    0: all are alike. prompt_tokens: of every prompt. turns: of trajectories; None: of single
+    responses.
     """
 
     mean: float
     cv: float = 0.0
     prompt_tokens: int = 128
+    turns: LognormalTurns | None = None
+
+
+class TurnLength(msgspec.Struct, frozen=True, array_like=True):
+    """Says how long a turn of a trajectory is.
+
+    given: tokens before it that the turn before did not have, of the first one the prompt.
+    answer_s: seconds in which the environment answers it.
+    """
+
+    given: int
+    sampled: int
+    answer_s: float
 
 
 class RecordedLengths(Record, frozen=True, kw_only=True, tag="recorded"):
-    """Draws lengths from a list of (prompt, response) tokens, each pair as likely as the others."""
+    """Draws lengths from a list of (prompt, response) tokens, each pair as likely as the others.
+
+    trajectories: of a run with an environment, drawn in their place, turns as they were.
+    """
 
     pairs: list[tuple[int, int]]
+    trajectories: list[tuple[TurnLength, ...]] = []
 
 
 Lengths = LognormalLengths | RecordedLengths

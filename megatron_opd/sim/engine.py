@@ -7,8 +7,9 @@ step; so m steps take m a + b m (m - 1) / 2, and the step during which something
 of that quadratic. Who arrives waits for the end of the step, then is let in, first come first
 served, while there is room for its prompt and its whole response. Those let in together are
 prefilled together, while no other token is sampled; the prefill gives each its first token, as on a
-real server. One that idles begins at once with whoever comes. Adding, ending and cancelling take
-O(log n).
+real server. One that idles begins at once with whoever comes. What a turn of a trajectory leaves in
+the cache its next turn finds there, unless others needed the room (the oldest leaves first) or the
+cache was flushed. Adding, ending and cancelling take O(log n).
 """
 
 from __future__ import annotations
@@ -27,14 +28,19 @@ Phase = Literal["idle", "prefill", "decode", "paused"]
 class EngineJob:
     """Holds one request. tokens: of the response it will have. done: that it has.
 
-    spans: [version, first token] of every version that sampled some of it.
+    trajectory: whose turn it is; None: nothing follows it. spans: [version, first token] of every
+    version that sampled some of it. cached: tokens of its prompt that were in the cache when it was
+    let in first. found: the same, when it was let in last.
     """
 
-    __slots__ = ("done", "ended", "number", "prompt_tokens", "running", "spans", "stop", "tokens")
+    __slots__ = (
+        *("cached", "done", "ended", "found", "number", "prompt_tokens", "running", "spans"),
+        *("stop", "tokens", "trajectory"),
+    )
 
-    def __init__(self, prompt_tokens: int, tokens: int) -> None:
-        self.prompt_tokens, self.tokens = prompt_tokens, tokens
-        self.done = 0
+    def __init__(self, prompt_tokens: int, tokens: int, trajectory: int | None = None) -> None:
+        self.prompt_tokens, self.tokens, self.trajectory = prompt_tokens, tokens, trajectory
+        self.done = self.cached = self.found = 0
         self.spans: list[tuple[int, int]] = []
         self.number = -1
         self.stop = -1  # step at whose end it is complete
@@ -68,6 +74,8 @@ class Engine:
         self._num = 0  # requests that are decoded
         self._cached = 0  # tokens in the cache of those, at the last change
         self._room = 0  # tokens that those, and the prefilled, take in the end
+        self._kept: dict[int, int] = {}  # tokens in the cache by trajectory, the oldest first
+        self._num_kept = 0  # their sum
         self._step = 0  # steps that were made until the last change
         self._since_s = 0.0  # when the last change was
         self._first_s = self._growth_s = 0.0  # a and b of the module's formula
@@ -123,6 +131,11 @@ class Engine:
         self._pausing = False
         if self.phase == "paused":
             self._change(now_s)
+
+    def flush(self) -> None:
+        """Forget what ended turns left in the cache."""
+        self._kept.clear()
+        self._num_kept = 0
 
     def lost(self) -> list[EngineJob]:
         """Return all requests that are not complete, as the server has died; use it no more."""
@@ -186,6 +199,11 @@ class Engine:
     def _end(self, job: EngineJob, complete: list[EngineJob]) -> None:
         job.ended, job.running = True, False
         complete.append(job)
+        if job.trajectory is not None:
+            kept = job.room - 1  # the last token was sampled, and not read
+            self._num_kept += kept - self._kept.pop(job.trajectory, 0)
+            self._kept[job.trajectory] = kept
+            self._evict()
 
     def _end_prefill(self, complete: list[EngineJob]) -> None:
         for job in self._prefilling:
@@ -223,7 +241,7 @@ class Engine:
         self._let_in()
         if self._prefilling:
             cost = self._cost
-            tokens = sum(job.prompt_tokens + job.done for job in self._prefilling)
+            tokens = sum(j.prompt_tokens - j.found + j.done for j in self._prefilling)
             seconds = cost.prefill_s + len(self._prefilling) * cost.request_s
             seconds += tokens * cost.prefill_token_s
             self.phase, self.next_s = "prefill", now_s + seconds
@@ -266,8 +284,23 @@ class Engine:
                     return
                 self._prefilling.append(job)
                 self._room += job.room
+                self._find(job)
                 job.running = True
             self._waiting.popleft()
+
+    def _find(self, job: EngineJob) -> None:
+        """Let a turn have what its trajectory left in the cache, and make room for the rest."""
+        kept = 0 if job.trajectory is None else self._kept.pop(job.trajectory, 0)
+        self._num_kept -= kept
+        job.found = min(kept, job.prompt_tokens - 1)  # a prefill computes a token at least
+        if not job.spans:
+            job.cached = job.found
+        self._evict()
+
+    def _evict(self) -> None:
+        room = self._cost.cache_tokens
+        while room is not None and self._kept and self._room + self._num_kept > room:
+            self._num_kept -= self._kept.pop(next(iter(self._kept)))
 
     def _fits(self, job: EngineJob) -> bool:
         cost, running = self._cost, self.running

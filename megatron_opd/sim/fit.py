@@ -98,7 +98,7 @@ def fit(recording: Recording, config: Config) -> Fit:
         first, last = recording.cpus[0], recording.cpus[-1]
         engine = _with_front(engine, done[False], recording, teaches=False)
         teacher = _with_front(teacher, done[True], recording, teaches=True)
-        ended = sum(first.now_s < r.stop_s <= last.now_s for r in recording.rollouts)
+        ended = sum(r.requests for r in recording.rollouts if first.now_s < r.stop_s <= last.now_s)
         controller_s = (last.seconds[CONTROLLER] - first.seconds[CONTROLLER]) / max(ended, 1)
     costs = Costs(
         engine=engine,
@@ -199,9 +199,9 @@ def used(cpus: Sequence[CpuSeen], part: str) -> float:
 
 
 def _learner(recording: Recording, seconds: Seconds, ranks: int) -> tuple[LearnerCost, float]:
-    """Estimate an update: a constant, and a rank's share of prompt and response tokens."""
-    prompt = float(np.mean([r.prompt_tokens for r in recording.rollouts]))
-    tokens = np.array([u.response_tokens + u.samples * prompt for u in recording.updates])
+    """Estimate an update: a constant, and a rank's share of given and response tokens."""
+    given = float(np.mean([r.given_tokens for r in recording.rollouts]))
+    tokens = np.array([u.response_tokens + u.samples * given for u in recording.updates])
     took = [u.cpu_s if seconds.cpu else u.stop_s - u.start_s for u in recording.updates]
     # the first updates compile and fill caches
     later = slice(min(2, len(took) - 1), None)

@@ -7,13 +7,23 @@ from pathlib import Path
 from megatron_opd.config.roles import teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.config.simulation import DEFAULT_GPU
-from megatron_opd.errors import checked
+from megatron_opd.errors import UserError, checked
 from megatron_opd.inputs.models import read_models
 from megatron_opd.sim.costs import Costs, Lengths, read_costs
+from megatron_opd.sim.drawn_lengths import drawn_lengths
 from megatron_opd.sim.hardware import default_costs
 from megatron_opd.sim.recording import read_recording
-from megatron_opd.sim.world import drawn_lengths
 from megatron_opd.sizing.served import Sized
+
+
+def check_trajectories(config: Config) -> None:
+    """Check that it is known how many sequences a trajectory has. Raises UserError."""
+    if config.environment is not None and config.environment.history != "append":
+        raise UserError(
+            "environment.history must be append for a prediction, which does not know how often a "
+            f"chat template rewrites a history, got {config.environment.history}; add --set "
+            "environment.history=append"
+        )
 
 
 def costs_of(config: Config, costs_file: Path | None = None) -> Costs:

@@ -22,7 +22,7 @@ from megatron_opd.metrics.trace_events import (
     TraceEvent,
     trace_event,
 )
-from megatron_opd.sim.costs import RecordedLengths
+from megatron_opd.sim.costs import RecordedLengths, TurnLength
 from sglang_bridge.work import ServerWork
 
 TRACE = "trace.json"
@@ -32,7 +32,11 @@ COUNTS = ("uid", "prompt_tokens", "response_tokens")
 
 @dataclass(frozen=True, slots=True)
 class RolloutSpan:
-    """Holds one response: who sampled it, from the request to the reply."""
+    """Holds one response: who sampled it, from the request to the reply.
+
+    Of a trajectory: who sampled its last turn, and its turns; response_tokens are all that were
+    sampled.
+    """
 
     uid: int
     engine: str
@@ -40,11 +44,17 @@ class RolloutSpan:
     stop_s: float
     prompt_tokens: int
     response_tokens: int
+    turns: tuple[TurnLength, ...] = ()
 
     @property
-    def tokens(self) -> int:
-        """Returns prompt and response tokens."""
-        return self.prompt_tokens + self.response_tokens
+    def given_tokens(self) -> int:
+        """Returns the tokens that were not sampled."""
+        return sum(turn.given for turn in self.turns) or self.prompt_tokens
+
+    @property
+    def requests(self) -> int:
+        """Returns how often a server was asked."""
+        return len(self.turns) or 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +136,11 @@ class Recording:
 
     @property
     def lengths(self) -> RecordedLengths:
-        """Returns prompt and response tokens of every rollout."""
-        return RecordedLengths(pairs=[(r.prompt_tokens, r.response_tokens) for r in self.rollouts])
+        """Returns given and response tokens of every rollout, and the turns of trajectories."""
+        return RecordedLengths(
+            pairs=[(r.given_tokens, r.response_tokens) for r in self.rollouts],
+            trajectories=[r.turns for r in self.rollouts if r.turns],
+        )
 
 
 def read_recording(run_dir: Path) -> Recording:
@@ -202,7 +215,9 @@ class _Found:
             uid, prompt, response = (_number(details[key]) for key in COUNTS)
             if not prompt:
                 raise ValueError("a prompt has a token at least")
-            self.rollouts.append(RolloutSpan(uid, engine, start_s, stop_s, prompt, response))
+            turns = _turns(details.get("turns", []))
+            span = RolloutSpan(uid, engine, start_s, stop_s, prompt, response, turns)
+            self.rollouts.append(span)
 
     def recording(self) -> Recording:
         """Return what was found, in order."""
@@ -214,6 +229,15 @@ class _Found:
             tuple(self.works),
             tuple(self.cpus),
         )
+
+
+def _turns(found: Any) -> tuple[TurnLength, ...]:
+    """Return the turns of a trajectory. ValueError: they are none."""
+    turns = msgspec.convert(found, tuple[TurnLength, ...])
+    for turn in turns:
+        for value in (turn.given, turn.sampled, turn.answer_s):
+            _number(value, float | int)
+    return turns
 
 
 def _number(value: Any, kind: Any = int) -> Any:

@@ -16,6 +16,7 @@ from megatron_opd.sim.engine import Engine, EngineJob
 from megatron_opd.sim.host import Host
 from megatron_opd.sim.lengths import LengthDraws
 from megatron_opd.sim.scoring import ScoreJob, Scorer
+from megatron_opd.sim.trajectories import SimulatedPlaying
 from sglang_bridge.client import PauseMode, ServerClient
 from sglang_bridge.errors import ServerUnreachable
 from sglang_bridge.protocol import (
@@ -208,13 +209,20 @@ class SimulatedStudent(SimulatedServer[Engine]):
 class Replies:
     """Holds what the answers of simulated servers are made of.
 
-    network_s: one way. handle: does what the controller works on a sample.
+    network_s: one way. handle: does what the controller works on a sample. playing: knows the turns
+    of trajectories; None: responses of a single turn.
     """
 
     arrays: SharedArrays
     lengths: LengthDraws
     network_s: float
     handle: Callable[[], Awaitable[None]]
+    playing: SimulatedPlaying | None = None
+
+
+def uid_of(rid: str) -> int:
+    """Return the prompt of a request that RolloutGenerator named RUN-UID-NUMBER."""
+    return int(rid.split("-")[-2])
 
 
 class Client(ServerClient):
@@ -271,9 +279,7 @@ class StudentClient(Client):
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
         """Answer as ServerClient does."""
-        assert request.seed is not None, "a simulated response's length follows from its seed"
-        tokens, is_cut = self._replies.lengths.response(request.seed)
-        job = EngineJob(len(request.input_ids), min(tokens, request.max_new_tokens))
+        job, is_cut = self._job_of(request)
         starts = await self._travel()
         await self.server.work_on(job)
         await self._return(starts)
@@ -287,7 +293,23 @@ class StudentClient(Client):
             arrays.cache(count),
             tuple((version, first, stop) for (version, first), stop in spans),
             self.url,
+            cached_tokens=job.cached,
         )
+
+    def _job_of(self, request: RolloutRequest) -> tuple[EngineJob, bool]:
+        """Return what a request is for the server, and whether its response is cut off."""
+        prompt, most, playing = (
+            len(request.input_ids),
+            request.max_new_tokens,
+            self._replies.playing,
+        )
+        if playing is None:
+            assert request.seed is not None, "a simulated response's length follows from its seed"
+            tokens, is_cut = self._replies.lengths.response(request.seed)
+            return EngineJob(prompt, min(tokens, most)), is_cut
+        uid = uid_of(request.rid)
+        tokens = playing.asked(uid)
+        return EngineJob(prompt, min(tokens, most), uid), tokens >= most
 
     async def pause(self, mode: PauseMode = "retract") -> None:
         """Answer as ServerClient does."""
@@ -303,7 +325,9 @@ class StudentClient(Client):
 
     async def flush_cache(self) -> None:
         """Answer as ServerClient does."""
-        await self._ask()
+        starts = await self._travel()
+        self.server.model.flush()
+        await self._return(starts)
 
     async def begin_weight_update(self) -> None:
         """Answer as ServerClient does."""

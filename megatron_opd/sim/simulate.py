@@ -27,7 +27,7 @@ from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.output import new_table
 from megatron_opd.sim.calibration import Calibration, calibrate
 from megatron_opd.sim.costs import encode_costs
-from megatron_opd.sim.inputs import costs_of, lengths_of
+from megatron_opd.sim.inputs import check_trajectories, costs_of, lengths_of
 from megatron_opd.sim.outcome import Outcome
 from megatron_opd.sim.world import check_costs, simulate
 
@@ -40,15 +40,6 @@ NOT_SIMULATED = (
 """Columns and keys of the summary that are null: nothing is learnt or held in memory."""
 LIMITS = 0.9
 """Share of the time that a stage must work for the others to be said to wait for it."""
-
-
-def check_simulated(config: Config) -> None:
-    """Check that a run is one of single turns. Raises UserError."""
-    if config.environment is not None:
-        raise UserError(
-            "opd simulate and opd plan know no costs of section environment, got type "
-            f"{config.environment.type}; leave the section out to see the run of single turns"
-        )
 
 
 def run_simulation(
@@ -64,7 +55,7 @@ def run_simulation(
     costs_file: instead of config.simulation.costs. recorded: directory of the run that costs and
     lengths are fitted to instead.
     """
-    check_simulated(config)
+    check_trajectories(config)
     if recorded is None:
         costs, lengths = costs_of(config, costs_file), lengths_of(config)
     else:

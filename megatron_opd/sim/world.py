@@ -13,6 +13,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from megatron_opd.config.roles import STUDENT, Role, all_roles, section_of, teacher_roles
@@ -31,17 +32,24 @@ from megatron_opd.metrics.observers import RunObserver
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
+from megatron_opd.records.mixtures import Shares, label_of, shares_of
 from megatron_opd.records.seeds import ROLLOUT, derived_seed
 from megatron_opd.records.types import AnyRollout, Prompt
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.rollout.scorer import FleetScorer
+from megatron_opd.rollout.trajectories import TrajectoryGenerator
 from megatron_opd.sim.arrays import SharedArrays
 from megatron_opd.sim.clock import run_virtual
-from megatron_opd.sim.costs import Costs, Lengths, LognormalLengths, ScoreCost, SyncCost
+from megatron_opd.sim.costs import (
+    Costs,
+    Lengths,
+    ScoreCost,
+    SyncCost,
+)
+from megatron_opd.sim.drawn_lengths import check_lengths, drawn_lengths, draws_of, limits_of
 from megatron_opd.sim.engine import Engine
 from megatron_opd.sim.host import Host, OneByOne
 from megatron_opd.sim.learner import SimulatedLearner, SimulatedTransport
-from megatron_opd.sim.lengths import LengthDraws
 from megatron_opd.sim.outcome import Outcome, SiteOutcome
 from megatron_opd.sim.pipes import Pipe
 from megatron_opd.sim.scoring import Scorer
@@ -55,6 +63,7 @@ from megatron_opd.sim.servers import (
     TeacherClient,
 )
 from megatron_opd.sim.sites import SimulatedSite, SimulatedSites
+from megatron_opd.sim.trajectories import SimulatedPlaying
 from megatron_opd.weight_sync.session import Lose, WeightSync, needed
 from sglang_bridge.client import ServerClient
 from sglang_bridge.fleet import Fleet
@@ -66,6 +75,8 @@ FAILURE, REWARD = "failure", "reward"
 NEED_SERVERS = ("health", "sync", "serve on")
 """Loops of the controller that fail where too few servers are left."""
 
+Engines = tuple[RolloutEngine, TeacherScorer, Rollouts | None]
+"""What samples, what scores, and what holds turns back (run.stages.SampleSource)."""
 MakeObserver = Callable[[RunTotals, Mapping[Role, tuple[str, ...]]], RunObserver]
 """Makes what observes a run, inside its event loop, from its totals and its servers by role."""
 
@@ -81,16 +92,11 @@ def simulate(
     UserError: costs that do not go with the configuration.
     """
     check_costs(config, costs)
-    world = _World(config, costs, lengths or drawn_lengths(config))
+    lengths = lengths or drawn_lengths(config)
+    check_lengths(config, lengths)
+    world = _World(config, costs, lengths)
     with rare_collections(make_schedule(config).permits):
         return run_virtual(world.run(make_observer))
-
-
-def drawn_lengths(config: Config) -> LognormalLengths:
-    """Return the distribution that config.simulation.lengths describes."""
-    section = config.simulation.lengths
-    mean = section.mean or config.rollout.max_new_tokens / 2
-    return LognormalLengths(mean=mean, cv=section.cv, prompt_tokens=section.prompt_tokens)
 
 
 def check_costs(config: Config, costs: Costs) -> None:
@@ -119,8 +125,15 @@ class _World:
 
     def __init__(self, config: Config, costs: Costs, lengths: Lengths) -> None:
         self.config, self.costs = config, costs
-        self.lengths = LengthDraws(lengths, config.rollout.max_new_tokens, config.simulation.seed)
-        self.arrays = SharedArrays()
+        self.lengths, self.arrays = draws_of(config, lengths), SharedArrays()
+        self.playing: SimulatedPlaying | None = None
+        limits = limits_of(config)
+        if limits is not None:
+            by_turn = config.estimator.credit == "turn"
+            reward = self._drawn_reward if by_turn else None
+            self.playing = SimulatedPlaying(
+                self.lengths, limits, self.arrays, config.run.seed, reward
+            )
         self.servers: dict[str, SimulatedServer[Any]] = {}
         self.urls: dict[Role, tuple[str, ...]] = {}
         self.clients: dict[str, Callable[[], Client]] = {}
@@ -132,7 +145,8 @@ class _World:
     def _start(self, host: Host) -> None:
         config, members = self.config, self.config.sites.members
         handle = OneByOne(host, self.costs.controller_s).work
-        replies = Replies(self.arrays, self.lengths, self.costs.network_s, handle)
+        network_s = self.costs.network_s
+        replies = Replies(self.arrays, self.lengths, network_s, handle, self.playing)
         for role in all_roles(config):
             section, sampling = section_of(config, role), role == STUDENT
             count = len(section.urls) or section.servers
@@ -175,18 +189,28 @@ class _World:
         """Yield prompts without end; those of a group are alike in nothing but their teacher."""
         config = self.config
         teachers = list(teacher_roles(config)) or ["teacher"]
-        if config.data.teacher_key is None:
-            teachers = teachers[:1]
+        choices: list[Shares] = [((name, 1.0),) for name in teachers]
+        if config.scoring.mixture:
+            choices = [shares_of(config.scoring.mixture)]
+        elif config.data.teacher_key is None:
+            choices = choices[:1]
         lengths, arrays = self.lengths, self.arrays
         for uid in itertools.count():
-            tokens = lengths.prompt(derived_seed(config.run.seed, ROLLOUT, uid))
-            teacher = teachers[uid // config.rollout.group_size % len(teachers)]
-            yield Prompt(uid, "", arrays.ids(tokens), None, teacher)
+            if self.playing is None:
+                tokens = lengths.prompt(derived_seed(config.run.seed, ROLLOUT, uid))
+            else:
+                tokens = self.playing.turns(uid)[0].given
+            shares = choices[uid // config.rollout.group_size % len(choices)]
+            prompt = Prompt(uid, str(uid), arrays.ids(tokens), None, label_of(shares))
+            yield replace(prompt, mixture=shares) if len(shares) > 1 else prompt
 
     async def _reward(self, rollout: AnyRollout) -> float:
+        return self._drawn_reward(rollout.prompt.uid)
+
+    def _drawn_reward(self, uid: int) -> float:
         """Return 0 or 1, all alike in the share of groups that the configuration says."""
         simulation = self.config.simulation
-        group, member = divmod(rollout.prompt.uid, self.config.rollout.group_size)
+        group, member = divmod(uid, self.config.rollout.group_size)
         drawn = derived_seed(simulation.seed, REWARD, group) / 2**63
         if drawn < simulation.uniform_groups:
             return float(drawn < simulation.uniform_groups / 2)
@@ -308,9 +332,18 @@ class _World:
             stack.callback(observer.close)
             supervisor = await self._serve(stack)
             lose = needed if supervisor is None else supervisor.lose
-            rollout, teacher, weight_sync, far = await self._sampling(learner, host, lose)
-            guard = None if supervisor is None else SimulatedGuard(supervisor)
-            ports = Ports(self._prompts(), rollout, teacher, learner, weight_sync, observer, guard)
+            engines, weight_sync, far = await self._sampling(learner, host, lose)
+            rollout, teacher, turns = engines
+            ports = Ports(
+                self._prompts(),
+                rollout,
+                teacher,
+                learner,
+                weight_sync,
+                observer,
+                guard=None if supervisor is None else SimulatedGuard(supervisor),
+                hold=turns,
+            )
             controller = Controller(make_schedule(config), ports)
             cause = await _trained(controller, loses_servers=supervisor is not None)
             if not clock():
@@ -334,19 +367,25 @@ class _World:
 
     async def _sampling(
         self, learner: SimulatedLearner, host: Host, lose: Lose
-    ) -> tuple[RolloutEngine, TeacherScorer, WeightSyncer, list[SimulatedSite]]:
+    ) -> tuple[Engines, WeightSyncer, list[SimulatedSite]]:
         """Make what samples, scores and takes weights, and the sites that do, if there are any."""
         config, costs = self.config, self.costs
         if config.sites.members:
             far = await self._sites(learner, host)
             near = None if all(site.scorer for site in far) else self._scorer(self.fleets)
             all_sites = SimulatedSites(config, far, near, costs.sync, host)
-            return all_sites, all_sites, all_sites, far
+            return (all_sites, all_sites, None), all_sites, far
         student = self.fleets[STUDENT]
         sync = self._weight_sync(student, learner, costs.sync, host, lose)
         await sync.open()
         generator = RolloutGenerator(config, student, VOCABULARY, RUN_ID, end_ids=())
-        return generator, self._scorer(self.fleets), sync, []
+        scorer = self._scorer(self.fleets)
+        if self.playing is None:
+            return (generator, scorer, None), sync, []
+        turns = Rollouts(config.schedule.in_flight, sync)
+        seed = config.run.seed
+        played = TrajectoryGenerator(generator, student, self.playing, seed, turns)
+        return (played, scorer, turns), sync, []
 
     def _outcome(
         self,

@@ -15,6 +15,7 @@ from typing import Protocol
 from megatron_opd.buffer.rejection import RolloutRejected, SampleRejected, SamplesLost, TooOld
 from megatron_opd.controller.ports import TeacherScorer
 from megatron_opd.records.drops import TOO_LATE
+from megatron_opd.records.turn_faults import MOST_S
 from megatron_opd.records.types import (
     AnyRollout,
     AnySample,
@@ -23,7 +24,7 @@ from megatron_opd.records.types import (
     Sample,
     rollout_here,
 )
-from megatron_opd.sites.checking import MOST_S, Forged, SampleRules, received_sample
+from megatron_opd.sites.checking import Forged, SampleRules, received_sample
 from megatron_opd.sites.member import SiteMember
 from megatron_opd.sites.messages import DETAIL_CHARS, Forget, Gone, SiteDone, SiteTask, ToSite
 from megatron_opd.sites.pending import Assignment, PendingPrompts
@@ -289,17 +290,24 @@ class Dispatcher:
             member = self._members[assignment.site]
             if member.keeps(assignment.prompt.uid):  # or it would take it for one that it has
                 self._forget(member, assignment.prompt.uid)
-            self._hub.tell(member, task_of(assignment.prompt))
+            plays, scores = self._rules.plays is not None, self._settings.scores[member.name]
+            self._hub.tell(member, task_of(assignment.prompt, plays=plays, scores=scores))
 
 
-def task_of(prompt: Prompt) -> SiteTask:
-    """Return what asks a site for a sample of a prompt."""
+def task_of(prompt: Prompt, *, plays: bool = False, scores: bool = True) -> SiteTask:
+    """Return what asks a site for a sample of a prompt.
+
+    plays: with an environment. scores: whether the site's own teachers score it.
+    """
+    own_Q = prompt.teacher_ids_Q
     return SiteTask(
         uid=prompt.uid,
         text=prompt.text,
         ids=pack(prompt.token_ids_P),
         answer=prompt.answer,
         teacher=prompt.teacher,
+        teacher_ids=pack(own_Q) if scores and own_Q is not None else None,
+        mixture=prompt.mixture,
         max_new_tokens=prompt.max_new_tokens,
         stop=prompt.stop,
         task=prompt.task,
@@ -307,4 +315,7 @@ def task_of(prompt: Prompt) -> SiteTask:
         row=prompt.row,
         reward_weight=prompt.reward_weight,
         teacher_weight=prompt.teacher_weight,
+        messages=prompt.messages if plays else (),
+        tools=prompt.tools if plays else (),
+        columns=prompt.columns if plays else {},
     )

@@ -11,13 +11,14 @@ from typing import Any
 from megatron_opd.buffer.delays import DelayStream
 from megatron_opd.config.roles import Role
 from megatron_opd.config.schema import Config
-from megatron_opd.controller.ports import Guard, RolloutEngine, TeacherScorer
+from megatron_opd.controller.ports import Engines, Guard, TeacherScorer
 from megatron_opd.controller.snapshot import ControllerState
 from megatron_opd.data_workers.reward import make_reward
 from megatron_opd.errors import UserError
 from megatron_opd.fleet.guards import while_alive
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.inputs.prepared import Prepared
+from megatron_opd.rollout.resumed import ResumeCounts
 from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.sites.checking import SampleRules
 from megatron_opd.sites.handshake import ExpectedSite
@@ -50,7 +51,8 @@ class SitesOfRun:
         state: what the controller continues from.
         say: tells the user.
 
-    hub: talks to the sites. weights: writes the learner's weights for all of them.
+    hub: talks to the sites. weights: writes the learner's weights for all of them. resumed: of no
+    trajectory, as sites hold those that are under way.
 
     Raises UserError: the keys cannot be used, or the port is taken.
     """
@@ -67,6 +69,7 @@ class SitesOfRun:
         self._config, self._prepared, self._fleets = config, prepared, fleets
         self._limit_s = config.student.startup_timeout_s
         self._names, self._say = list(config.sites.members), say
+        self.resumed = ResumeCounts()
         address = f"tcp://{config.sites.host}:{config.sites.port}"
         try:
             keys = site_keys(config.run.dir, self._names, address)
@@ -93,9 +96,9 @@ class SitesOfRun:
         await while_alive(guard, self.weights.open())
         supervisor.start(self.hub.serve())
 
-    def engines(self) -> tuple[RolloutEngine, TeacherScorer]:
-        """Return what the controller sees of the sites, which sample and score."""
-        return self.hub.dispatcher, self.hub.dispatcher
+    def engines(self) -> Engines:
+        """Return what the controller sees of the sites, which keep unfinished turns themselves."""
+        return Engines(self.hub.dispatcher, self.hub.dispatcher)
 
     def columns(self) -> Mapping[str, Any]:
         """Return what the row of an update says of the sites."""

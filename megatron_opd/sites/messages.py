@@ -28,14 +28,16 @@ read by `decode_to_site` or `decode_to_learner`, which raise BadMessage and noth
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 
+from megatron_opd.records.mixtures import Shares
 from megatron_opd.records.sample_figures import ScoreShape
-from megatron_opd.records.types import RightAnswer
+from megatron_opd.records.types import RightAnswer, TurnFigures
 from megatron_opd.wire.codec import ENCODER, Codec
 
-PROTOCOL = 3
+PROTOCOL = 4
 """Both ends must have the same."""
 DETAIL_CHARS = 400
 """Most characters of a reason in one line."""
@@ -79,7 +81,8 @@ class SiteDone(_Message, frozen=True):
     """Brings a finished response: behind it the frames of its sample (transport/samples.py).
 
     age_s: time from the end of sampling to the sending of this, at Unix time sent_s. duration_s: of
-    sampling. shape: of the scores, None where no teacher was asked.
+    sampling. shape: of the scores, None where no teacher was asked. own_reward: of its environment;
+    None: it gave none. turns: what the environment did; none without one.
     """
 
     uid: int
@@ -93,6 +96,8 @@ class SiteDone(_Message, frozen=True):
     reward: float | None
     overlong_penalty: float
     masked: bool
+    own_reward: float | None = None
+    turns: tuple[TurnFigures, ...] = ()
 
 
 class Gone(_Message, frozen=True):
@@ -135,7 +140,8 @@ class Again(_Message, frozen=True):
 class SiteTask(_Message, frozen=True):
     """Asks for one scored sample of a prompt; the fields are types.Prompt's.
 
-    ids: token_ids_P, packed (sglang_bridge/arrays.py). Responses of one group have one site.
+    ids: token_ids_P, teacher_ids: teacher_ids_Q, packed (sglang_bridge/arrays.py). Responses of one
+    group have one site. The last three are an environment's; they are left out without one.
     """
 
     uid: int
@@ -150,6 +156,11 @@ class SiteTask(_Message, frozen=True):
     row: int
     reward_weight: float
     teacher_weight: float
+    teacher_ids: bytes | None = None
+    mixture: Shares = ()
+    messages: tuple[dict[str, Any], ...] = ()
+    tools: tuple[dict[str, Any], ...] = ()
+    columns: dict[str, Any] = {}
 
 
 class Forget(_Message, frozen=True):

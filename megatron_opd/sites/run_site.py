@@ -26,12 +26,13 @@ from megatron_opd.fleet.clients import close_fleets, make_fleet
 from megatron_opd.fleet.ends import closing_all
 from megatron_opd.fleet.startup import ServedModel, join_role, start_all, take_in
 from megatron_opd.fleet.supervisor import Supervisor
+from megatron_opd.inputs.environments import playing, turn_encoder
 from megatron_opd.inputs.verifiers import judging
 from megatron_opd.launch.stopping import stopped_by_signals
 from megatron_opd.sites.keys import DIRECTORY, keys_file
 from megatron_opd.sites.learner_watchdog import LearnerGone, LearnerTimeouts
 from megatron_opd.sites.outbox import SiteOutbox
-from megatron_opd.sites.sampling import NoSuchTeacher, SiteSampling
+from megatron_opd.sites.sampling import NoSuchTeacher, SiteSampling, sampler_of
 from megatron_opd.sites.site import Site
 from megatron_opd.sites.site_ready import (
     SiteInput,
@@ -145,8 +146,11 @@ async def bring_up(ready: SiteReady, closers: AsyncExitStack) -> SiteUp:
     rollouts = Rollouts(config.schedule.in_flight, student)
     weights = SiteWeights.of(config, site.name, student, rollouts, link, supervisor, say)
     outbox = SiteOutbox(link, weights)
+    encoder = turn_encoder(config, site.models)
+    plays = await closers.enter_async_context(playing(config, encoder, None, fleets))
+    sampler = sampler_of(config, student, site.models, rollouts, plays)
     sampling = SiteSampling.of(
-        config, fleets, site.models, site.judge, rollouts, weights, outbox, scores=site.scores
+        config, fleets, site.models, site.judge, sampler, weights, outbox, scores=site.scores
     )
     timeouts = LearnerTimeouts.of(config, ready.keys)
     loop = Site(link, site.hello, sampling, weights, outbox, timeouts, say)

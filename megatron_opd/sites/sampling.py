@@ -15,13 +15,15 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from megatron_opd.buffer.rejection import SampleRejected
-from megatron_opd.config.roles import STUDENT, Role, teacher_roles
+from megatron_opd.config.roles import Role, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.ports import RolloutEngine, TeacherScorer
 from megatron_opd.data.judge import Judge
 from megatron_opd.data_workers.reward import make_reward
+from megatron_opd.environments.playing import Playing
 from megatron_opd.inputs.models import CheckedModels, ending_of
+from megatron_opd.records.mixtures import shares_fault
 from megatron_opd.records.types import (
     AnyRollout,
     AnySample,
@@ -33,6 +35,7 @@ from megatron_opd.records.types import (
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.rollout.scores import unscored
+from megatron_opd.rollout.trajectories import TrajectoryGenerator
 from megatron_opd.sites.messages import DETAIL_CHARS, Gone, SiteDone, SiteTask
 from megatron_opd.sites.outbox import Finished, SiteOutbox
 from megatron_opd.sites.site_weights import SiteWeights
@@ -48,13 +51,18 @@ class NoSuchTeacher(RuntimeError):
 
 
 def prompt_of(task: SiteTask) -> Prompt:
-    """Return the prompt of a task. ValueError: its tokens cannot be read."""
+    """Return the prompt of a task. ValueError: its tokens or its mixture cannot be read."""
+    fault = shares_fault(task.mixture)
+    if fault is not None:
+        raise ValueError(fault)
     return Prompt(
         uid=task.uid,
         text=task.text,
         token_ids_P=unpack(task.ids, "<i4"),
         answer=task.answer,
         teacher=task.teacher,
+        teacher_ids_Q=None if task.teacher_ids is None else unpack(task.teacher_ids, "<i4"),
+        mixture=task.mixture,
         max_new_tokens=task.max_new_tokens,
         stop=task.stop,
         task=task.task,
@@ -62,6 +70,9 @@ def prompt_of(task: SiteTask) -> Prompt:
         row=task.row,
         reward_weight=task.reward_weight,
         teacher_weight=task.teacher_weight,
+        messages=task.messages,
+        tools=task.tools,
+        columns=task.columns,
     )
 
 
@@ -83,6 +94,21 @@ class _HeldGenerator:
     async def generate(self, prompt: Prompt) -> AnyRollout:
         """Sample one completion; see RolloutGenerator.generate."""
         return await self.rollouts.run(lambda: self.generator.generate(prompt))
+
+
+def sampler_of(
+    config: Config,
+    student: Fleet,
+    models: CheckedModels,
+    rollouts: Rollouts,
+    plays: Playing | None,
+) -> RolloutEngine:
+    """Return what samples at a site. config: the site's own. plays: None without environment."""
+    name, ends = uuid.uuid4().hex[:8], ending_of(config, models).token_ids
+    generator = RolloutGenerator(config, student, models.student.vocab_size, name, ends)
+    if plays is None:
+        return _HeldGenerator(rollouts, generator)
+    return TrajectoryGenerator(generator, student, plays, config.run.seed, rollouts)
 
 
 class SiteSampling:
@@ -131,7 +157,7 @@ class SiteSampling:
         fleets: Mapping[Role, Fleet],
         models: CheckedModels,
         judge: Judge | None,
-        rollouts: Rollouts,
+        sampler: RolloutEngine,
         weights: SiteWeights,
         outbox: SiteOutbox,
         *,
@@ -144,10 +170,8 @@ class SiteSampling:
         if scores:
             reward = make_reward(judge, ending)
             scorer = FleetScorer(config, fleets, vocab_size, run_id, reward)
-        student = fleets[STUDENT]
-        generator = RolloutGenerator(config, student, vocab_size, run_id, ending.token_ids)
         return cls(
-            _HeldGenerator(rollouts, generator),
+            sampler,
             scorer,
             slots=config.rollout.concurrency,
             score_slots=config.scoring.concurrency,
@@ -174,12 +198,12 @@ class SiteSampling:
         """
         if task.uid in self._tasks:
             return
-        prompt_of(task)
-        if self._vocab_sizes and task.teacher not in self._vocab_sizes:
-            raise NoSuchTeacher(
-                f"the learner has a teacher {one_line(task.teacher, 80)!r}, which is none of "
-                f"{', '.join(self._vocab_sizes)}: start the site with the run's file"
-            )
+        for teacher, _ in prompt_of(task).shares:
+            if self._vocab_sizes and teacher not in self._vocab_sizes:
+                raise NoSuchTeacher(
+                    f"the learner has a teacher {one_line(teacher, 80)!r}, which is none of "
+                    f"{', '.join(self._vocab_sizes)}: start the site with the run's file"
+                )
         if len(self._tasks) >= self._slots and self._finished:
             self.forget([next(iter(self._finished))])
         self._tasks[task.uid] = task
@@ -254,6 +278,7 @@ class SiteSampling:
 
     def _encoded(self, sample: Sample) -> Finished:
         rollout = sample.rollout
+        sizes = [self._vocab_sizes.get(name, 1) for name, _ in rollout.prompt.shares]
         done = SiteDone(
             uid=rollout.prompt.uid,
             finish_reason=rollout.finish_reason,
@@ -262,10 +287,12 @@ class SiteSampling:
             duration_s=rollout.finished_s - rollout.started_s,
             engine=rollout.engine,
             restarts=rollout.restarts,
-            shape=sample.scores(self._vocab_sizes.get(rollout.prompt.teacher, 1)),
+            shape=sample.scores(max(sizes)),
             reward=sample.reward,
             overlong_penalty=sample.overlong_penalty,
             masked=sample.masked,
+            own_reward=rollout.reward,
+            turns=rollout.turns,
         )
         newest = max(span.version for span in rollout.spans)
         frames = encode_sample(sample, self._num_draws)

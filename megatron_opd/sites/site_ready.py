@@ -13,10 +13,12 @@ from megatron_opd.checkpoint.claimant import Claimant, claimant_of
 from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.data.judge import Judge
+from megatron_opd.data.template import reads_clock
 from megatron_opd.errors import UserError, checked
 from megatron_opd.fleet.ends import FirstCause
 from megatron_opd.inputs.models import CheckedModels, check_models, ending_of
 from megatron_opd.inputs.prepare import make_judge
+from megatron_opd.inputs.rendering import with_template
 from megatron_opd.inputs.verifiers import check_isolation
 from megatron_opd.launch.gpus import gpus_here
 from megatron_opd.launch.keys import role_key
@@ -88,6 +90,14 @@ def read_input(config: Config, name: str) -> SiteInput:
     models = check_models(own, teachers=scores)
     tokenizer = models.tokenizer
     assert tokenizer is not None, "only a plan may lack it"
+    if own.environment is not None:
+        models, _ = with_template(own, models, None)
+    if own.environment is not None and reads_clock(tokenizer):
+        raise UserError(
+            "data.chat_template must not read the clock with section environment at a site, which "
+            "would write another moment than the run, got the one of "
+            f"{models.template.origin}; name a template without strftime_now"
+        )
     judge = checked(lambda: make_judge(own, tokenizer)) if scores else None
     vocab_size, ending = models.student.vocab_size, ending_of(own, models)
     hello = checked(lambda: hello_of(own, name, vocab_size, ending, scores=scores))

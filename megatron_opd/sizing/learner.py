@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 
 from megatron_opd.config.learner import LearnerConfig
 from megatron_opd.config.recompute import Recompute, unrefined
+from megatron_opd.config.sources import TeacherSource
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.sizing.activations import (
     BYTES,
@@ -114,10 +115,23 @@ def _stage(shapes: Shapes, config: LearnerConfig, stage: int) -> StageMemory:
 
 def weight_bytes(spec: ModelSpec, config: LearnerConfig) -> int:
     """Count the bytes of the weights of the rank that holds most, in learner.dtype."""
+    return most_weights(spec, config) * BYTES[config.dtype]
+
+
+def most_weights(spec: ModelSpec, config: LearnerConfig) -> int:
+    """Count the weights of the rank that holds most."""
     parallel = config.parallel
     stages = enumerate(stage_layers(spec, parallel, config.megatron))
-    held = [rank_parameters(spec, parallel, stage, chunks).total for stage, chunks in stages]
-    return max(held) * BYTES[config.dtype]
+    return max(rank_parameters(spec, parallel, stage, chunks).total for stage, chunks in stages)
+
+
+def follower_bytes(spec: ModelSpec, config: LearnerConfig, source: TeacherSource) -> int:
+    """Count what that rank keeps for a teacher that follows: an average, a copy, both or neither.
+
+    Averages and copies of them are float32, copies of weights in learner.dtype.
+    """
+    each = BYTES["float32"] if source.keeps_average else BYTES[config.dtype]
+    return (source.keeps_average + source.keeps_copy) * each * most_weights(spec, config)
 
 
 def optimizer_bytes(held: Parameters, config: LearnerConfig) -> int:

@@ -10,6 +10,7 @@ import numpy as np
 
 from megatron_opd.batching.rank_batch import rank_batch, rank_inputs
 from megatron_opd.batching.shares import Share
+from megatron_opd.config.mixture_rules import most_draws
 from megatron_opd.config.schema import Config
 from megatron_opd.records.columns import DoubleArray, GroupColumns, RankBatch, RankInputs, RankPlan
 from megatron_opd.records.types import HeldSample
@@ -34,6 +35,7 @@ WIDEST_ROUTE = 4
 BufferT = TypeVar("BufferT", bound=Buffer)
 
 _GROUPS = dtypes(GroupColumns)
+_TURNS = "advantage_R"
 _DECODER = msgspec.msgpack.Decoder(dict[str, bytes])
 
 
@@ -43,7 +45,7 @@ def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int)
     experts_per_input: layers with experts times experts a token.
     """
     support, rollout = config.estimator.support, config.rollout
-    ids = support.num_atoms(vocab_size) + support.num_draws + 1
+    ids = support.num_atoms(vocab_size) + most_draws(config) + 1
     sampled, inputs = rollout.max_new_tokens, rollout.max_new_tokens + config.data.max_prompt_tokens
     if config.environment is not None:
         sampled = inputs = config.environment.max_tokens
@@ -52,7 +54,7 @@ def largest_frame_bytes(config: Config, vocab_size: int, experts_per_input: int)
 
 
 def to_frames(share: Share) -> list[bytes | memoryview]:
-    """Return the columns of the groups, and the frames of every sequence.
+    """Return the columns of the groups and the turns, and the frames of every sequence.
 
     Those that data workers hold are left out.
     """
@@ -60,6 +62,8 @@ def to_frames(share: Share) -> list[bytes | memoryview]:
         name: np.ascontiguousarray(column, dtype=_GROUPS[name]).tobytes()
         for name, column in arrays_of(share.groups, GroupColumns).items()
     }
+    if share.advantage_R is not None:
+        groups[_TURNS] = np.ascontiguousarray(share.advantage_R, dtype=np.float64).tobytes()
     own: list[Buffer] = []
     for each in share.sequences:
         if not isinstance(each.sample, HeldSample):
@@ -123,7 +127,8 @@ def check_sizes(batch: RankBatch, sizes: Sequence[tuple[int, int, int]]) -> None
 def from_frames(update: int, version: int, plan: RankPlan, frames: Sequence[Buffer]) -> RankBatch:
     """Return the columns of a share. ValueError: their number or lengths do not fit."""
     samples = [decode_sample(number, own) for number, own in enumerate(_by_sequence(frames))]
-    return rank_batch(update, version, samples, plan, _groups(frames[0], len(samples)))
+    groups, advantage_R = _groups(frames[0], len(samples))
+    return rank_batch(update, version, samples, plan, groups, advantage_R)
 
 
 def inputs_from_frames(
@@ -131,7 +136,7 @@ def inputs_from_frames(
 ) -> RankInputs:
     """Return a share without its draw caches, which are not read. ValueError, as from_frames."""
     inputs = [decode_inputs(number, own) for number, own in enumerate(_by_sequence(frames))]
-    return rank_inputs(update, version, inputs, plan, _groups(frames[0], len(inputs)))
+    return rank_inputs(update, version, inputs, plan, _groups(frames[0], len(inputs))[0])
 
 
 def _by_sequence(frames: Sequence[Buffer]) -> list[Frames]:
@@ -141,11 +146,13 @@ def _by_sequence(frames: Sequence[Buffer]) -> list[Frames]:
     return [frames[i : i + FRAMES] for i in range(1, len(frames), FRAMES)]
 
 
-def _groups(frame: Buffer, samples: int) -> GroupColumns[DoubleArray]:
+def _groups(frame: Buffer, samples: int) -> tuple[GroupColumns[DoubleArray], DoubleArray | None]:
+    """Return the columns of the groups, and the advantages of the turns, if there are any."""
     try:
         found = _DECODER.decode(frame)
     except (msgspec.MsgspecError, RecursionError) as error:
         raise ValueError(f"columns of groups cannot be read: {one_line(str(error))}") from None
+    turns = found.pop(_TURNS, None)
     if found.keys() != _GROUPS.keys():
         raise ValueError(f"columns of groups must be {', '.join(_GROUPS)}, got {len(found)}")
     for name, dtype in _GROUPS.items():
@@ -153,6 +160,11 @@ def _groups(frame: Buffer, samples: int) -> GroupColumns[DoubleArray]:
             raise ValueError(
                 f"column {name} must have length {samples}, got {len(found[name])} bytes"
             )
-    return GroupColumns(
-        **{name: np.frombuffer(raw, dtype=_GROUPS[name]) for name, raw in found.items()}
-    )
+    columns = {name: np.frombuffer(raw, dtype=_GROUPS[name]) for name, raw in found.items()}
+    return GroupColumns(**columns), None if turns is None else _turns(turns)
+
+
+def _turns(raw: bytes) -> DoubleArray:
+    if len(raw) % np.dtype(np.float64).itemsize:
+        raise ValueError(f"{_TURNS} must hold numbers of 8 bytes, got {len(raw)} bytes")
+    return np.frombuffer(raw, dtype=np.float64)

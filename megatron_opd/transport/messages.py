@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from megatron_opd.config.roles import STUDENT, Role
 from megatron_opd.metrics.mismatch_gap import Bound, MismatchGap
 from megatron_opd.wire.codec import ENCODER, BadMessage, Codec
 from sglang_bridge.protocol import WeightPiece
@@ -143,18 +144,21 @@ class ScoreShare(msgspec.Struct, frozen=True, tag=True):
 class MoveWeights(msgspec.Struct, frozen=True, tag=True):
     """Carries a request of the weight transport to its part in every rank.
 
-    payload: what only the transport reads (weight_sync/transport.py).
+    role: whose servers get the weights. payload: what only the transport reads
+    (weight_sync/transport.py).
     """
 
     call: int
     payload: bytes
+    role: Role = STUDENT
 
 
 class DigestPieces(msgspec.Struct, frozen=True, tag=True):
-    """Asks for the digests of the same slices of the current weights."""
+    """Asks for the digests of the same slices of what a role's servers were sent last."""
 
     call: int
     pieces: list[WeightPiece]
+    role: Role = STUDENT
 
 
 class ExportHf(msgspec.Struct, frozen=True, tag=True):

@@ -22,6 +22,7 @@ from msgspec.structs import replace
 
 from megatron_opd.batching.shares import Share
 from megatron_opd.checkpoint.run_lock import LockClaim
+from megatron_opd.config.roles import STUDENT, Role
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import LearnerError
 from megatron_opd.metrics.mismatch_gap import Bound, ModelsDiffer
@@ -238,14 +239,14 @@ class RemoteLearner:
             call, self._with_shares(requests, shares), Scores, None, "score"
         )
 
-    async def move_weights(self, payload: bytes) -> bytes:
-        """Hand a request to the weight transport's part in every rank; return rank 0's answer."""
-        request = MoveWeights(self._roster.next_call(), payload)
+    async def move_weights(self, payload: bytes, role: Role = STUDENT) -> bytes:
+        """Hand a request to a role's weight transport in every rank; return rank 0's answer."""
+        request = MoveWeights(self._roster.next_call(), payload, role)
         return (await self._ask(request, WeightsMoved, self._sync_s + MARGIN_S)).payload
 
-    async def piece_digests(self, pieces: Sequence[WeightPiece]) -> list[str]:
-        """Return digests of the same slices of the current weights, in order."""
-        request = DigestPieces(self._roster.next_call(), list(pieces))
+    async def piece_digests(self, pieces: Sequence[WeightPiece], role: Role = STUDENT) -> list[str]:
+        """Return digests of the same slices of what a role's servers were sent, in order."""
+        request = DigestPieces(self._roster.next_call(), list(pieces), role)
         return (await self._ask(request, Digests)).digests
 
     async def export_hf(
@@ -444,6 +445,22 @@ class RemoteLearner:
 def _whole(path: Path) -> str:
     """Return the absolute path, as the learner may run in another working directory."""
     return str(path.absolute())
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsOfRole:
+    """Asks a learner about the weights that a role's servers are sent, and nothing else."""
+
+    remote: RemoteLearner
+    role: Role
+
+    async def move_weights(self, payload: bytes) -> bytes:
+        """Hand a request to the role's weight transport in every rank; return rank 0's answer."""
+        return await self.remote.move_weights(payload, self.role)
+
+    async def piece_digests(self, pieces: Sequence[WeightPiece]) -> list[str]:
+        """Return digests of the same slices of what the role's servers were sent, in order."""
+        return await self.remote.piece_digests(pieces, self.role)
 
 
 def _welcome(config: Config, claim: LockClaim | None) -> RankWelcome:

@@ -13,7 +13,6 @@ import secrets
 from dataclasses import dataclass, field
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 
 from sglang_bridge.refusals import Refusals
@@ -107,30 +106,6 @@ def let_in(request: web.Request, access: Access, cookie: str) -> web.Response:
     # anything
     response.set_cookie(cookie, access.token, httponly=True, samesite="Lax", path="/")
     return response
-
-
-class NotHttp(logging.Filter):
-    """Counts what aiohttp would log with a traceback: bytes of a stranger that are no request."""
-
-    def __init__(self, refusals: Refusals) -> None:
-        super().__init__()
-        self._refusals = refusals
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is logged."""
-        error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, HttpProcessingError):
-            return True
-        self._refusals.add("what is not HTTP")
-        return False
-
-
-def counting_logger(refusals: Refusals) -> logging.Logger:
-    """Return the logger for aiohttp's server."""
-    made = logging.Logger("megatron_opd.watch.http")
-    made.parent = logger
-    made.addFilter(NotHttp(refusals))
-    return made
 
 
 def refusal(why: str) -> web.Response:

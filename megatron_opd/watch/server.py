@@ -14,7 +14,6 @@ import msgspec
 from aiohttp import web
 
 from megatron_opd.watch.access import Access, guard
-from megatron_opd.watch.doors import tell_door
 from megatron_opd.watch.query import (
     BadQuery,
     columns_query,
@@ -24,6 +23,7 @@ from megatron_opd.watch.query import (
     whole,
 )
 from megatron_opd.watch.watched import Watched
+from sglang_bridge.doors import tell_door
 
 logger = logging.getLogger(__name__)
 

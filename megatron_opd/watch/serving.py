@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import socket
 from collections.abc import Callable
@@ -13,12 +14,14 @@ from urllib.parse import urlunsplit
 from aiohttp import web
 
 from megatron_opd.report.run_files import RunFiles
-from megatron_opd.watch.access import Access, counting_logger
-from megatron_opd.watch.doors import doors
+from megatron_opd.watch.access import Access
 from megatron_opd.watch.server import WatchServer
 from megatron_opd.watch.watched import Watched
 from sglang_bridge.arrivals import Arrivals
+from sglang_bridge.doors import counting_logger, doors
 from sglang_bridge.listening import EVERY_ADDRESS, is_loopback
+
+logger = logging.getLogger(__name__)
 
 MOST_QUEUED = 4096
 """Connections that the kernel keeps until they are taken; others seem open to who made them."""
@@ -37,7 +40,7 @@ async def serve(
     port = listener.getsockname()[1]
     access = Access(secrets.token_urlsafe(32), known_names(host))
     app = WatchServer(Watched(files)).app(access, port)
-    runner = web.AppRunner(app, access_log=None, logger=counting_logger(access.refusals))
+    runner = web.AppRunner(app, access_log=None, logger=counting_logger(access.refusals, logger))
     await runner.setup()
     assert runner.server is not None, "setup makes it"
     arrivals = Arrivals(access.refusals, most_strangers=MOST_STRANGERS)

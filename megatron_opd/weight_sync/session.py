@@ -28,6 +28,7 @@ from typing import TypeVar
 from megatron_opd.config.sections import WeightSyncConfig
 from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.records.types import ALONE, LearnerTurn
+from megatron_opd.weight_sync.live import LiveVersion
 from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.steps import DigestingLearner, Steps, SyncedFleet
 from megatron_opd.weight_sync.transport import FleetPart, OverlappingPart
@@ -67,6 +68,8 @@ class WeightSync:
         config: limits, verification.
         lose: gives up servers.
         memory: hands it from one side to the other; None: learner and servers have their own.
+
+    live: the version that the servers hold.
     """
 
     def __init__(
@@ -93,6 +96,7 @@ class WeightSync:
         self._num_syncs = 0
         self._failed: str | None = None
         self._syncing = asyncio.Lock()
+        self.live = LiveVersion()
 
     async def open(self, *, used: bool = False) -> None:
         """Connect the learner and the servers.
@@ -104,6 +108,7 @@ class WeightSync:
         """
         async with self._syncing:
             if used:
+                self.live.changes()
                 self._steps.start(self._config.try_s)
                 await self._steps.take("abort", self._fleet.abort_all())
                 await self._prepare_retry(WeightSyncFailed("the servers were in use"), Counter())
@@ -136,6 +141,10 @@ class WeightSync:
         if self._memory is not None and urls:
             await self._memory.restore(urls, self._config.cleanup_s)
 
+    def reaches(self, url: str) -> bool:
+        """Return whether the server at `url` is one of these."""
+        return url in self._fleet.urls
+
     async def until_none_serves(self) -> None:
         """Return once no server is left that holds the live version."""
         await self._fleet.until_none_serves()
@@ -167,6 +176,7 @@ class WeightSync:
         WeightSyncFailed: too few servers are left.
         """
         async with self._syncing:
+            self.live.changes()
             self._failed, self._num_syncs = None, 0
             await self._prepare_retry(WeightSyncFailed("the learner is lost"), Counter())
 
@@ -198,6 +208,7 @@ class WeightSync:
             raise WeightSyncFailed("weights were sent before the weight sync was opened")
         if self._failed is not None:
             raise WeightSyncFailed(f"an earlier weight sync failed: {self._failed}")
+        self.live.changes()
         try:
             once = partial(self._try, version, turn)
             report, tries = await self._tried(f"weight sync {version}", once, turn)
@@ -205,6 +216,7 @@ class WeightSync:
             self._failed = str(error)
             raise
         self._num_syncs += 1
+        self.live.settle(version)
         return replace(report, tries=tries, release_s=self._release_s)
 
     async def _make_room(self, again: bool) -> None:

@@ -118,7 +118,12 @@ class Dealer(WireSocket[Connected | Disconnected]):
         self._watcher.start()
 
     def close(self, linger_ms: int = 0) -> None:
-        """Close; what was sent leaves until its context ends, for at most `linger_ms`."""
+        """Close; what was sent leaves until its context ends, for at most `linger_ms`.
+
+        Safe to call twice.
+        """
+        if self.closed:
+            return
         self._socket.disable_monitor()
         if self._watcher is not None:
             self._watcher.join()

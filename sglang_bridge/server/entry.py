@@ -21,6 +21,7 @@ from sglang_bridge.refusals import Refusals
 from sglang_bridge.server import files, plain_weights, unneeded_models, workers
 from sglang_bridge.server.spec import (
     API_KEY_VARIABLE,
+    ENABLED_VARIABLE,
     FILES_VARIABLE,
     MEMORY_FLAGS,
     NONCE_VARIABLE,
@@ -140,6 +141,7 @@ def preload() -> None:
 
     if torch.cuda.is_available():
         sys.exit("nothing is preloaded where CUDA is: no fork survives it")
+    os.environ[ENABLED_VARIABLE] = "1"
     freed.give_back_freed()
     offer_standins()
     from sglang_bridge.server import auth, connections, front, gates, owner, starting  # noqa: F401
@@ -163,6 +165,7 @@ def main() -> None:
     own_files = os.environ.pop(FILES_VARIABLE, None) or files.make()
     if parent is not None:
         end_with_parent(int(parent), own_files)
+    os.environ[ENABLED_VARIABLE] = "1"
     open_files.raise_limit()
     workers.end_with_workers(own_files, owned=parent is not None)
     import torch
@@ -171,7 +174,7 @@ def main() -> None:
     if not cuda:
         freed.give_back_freed()
         offer_standins()
-    from sglang_bridge.server import auth, connections, front, gates, owner, starting
+    from sglang_bridge.server import auth, connections, gates, owner, starting
     from sglang_bridge.server.compat import delta_net, hooks, sinks, startup
 
     hooks.require_supported_version()
@@ -183,9 +186,7 @@ def main() -> None:
     from sglang.srt.utils import kill_process_tree
 
     load_plugins()
-    targets = (*hooks.TARGETS, *(hooks.CUDA_TARGETS if cuda else hooks.CPU_TARGETS))
-    hooks.require_hooks_in_place((*targets, *hooks.GATE_TARGETS) if gates.kept() else targets)
-    front.add_work_route()
+    hooks.require_hooks_in_place(hooks.wanted(cuda=cuda, gates=gates.kept()))
     owner.add_owner_routes(nonce)
     starting.guard_start()
     startup.hide_keys()

@@ -296,12 +296,13 @@ TEACHERS = frozenset({"quantization"})
 """A teacher's server may hold its matrices in any format of SGLang; a student's may not."""
 
 
-def why_refused(setting: str, role: str) -> str | None:
+def why_refused(setting: str, role: str, *, follows: bool = False) -> str | None:
     """Return why the server of a role may not be given an option; None: it may.
 
     setting: the option's name in SGLang. role: the section of the configuration.
+    follows: it is a teacher that is sent weights, as a student is.
     """
-    student = role == "student"
+    student = role == "student" or follows
     if setting in DECIDED:
         return "use " + DECIDED[setting].format(role=role)
     if setting in EVERYBODY:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import sys
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -16,6 +18,7 @@ from sglang_bridge.server import (
     compiling,
     disk_reader,
     draws,
+    front,
     gates,
     invariance,
     loaded,
@@ -46,6 +49,7 @@ from sglang_bridge.server.compat import (
 from sglang_bridge.server.experts import local_experts_only
 from sglang_bridge.server.sampling import dropped
 from sglang_bridge.server.spec import (
+    ENABLED_VARIABLE,
     GATES_VARIABLE,
     GROUP_TIMEOUT_VARIABLE,
     NUM_IDS_VARIABLE,
@@ -69,12 +73,20 @@ _reader: disk_reader.DiskReader | None = None  # once weights come from disk
 
 
 def register() -> None:
-    """Registers every hook with SGLang.
+    """Registers every hook with SGLang, where the plugin is enabled (spec.ENABLED_VARIABLE).
 
-    Raises for another SGLang than the supported one (SGLang logs it and continues).
+    SystemExit: another SGLang than the supported one. (It would log an exception and go on.)
     """
-    hooks.require_supported_version()
+    if os.environ.get(ENABLED_VARIABLE) != "1":
+        return
+    try:
+        hooks.require_supported_version()
+    except RuntimeError as error:
+        sys.stderr.write(f"error: {error}, or start it without {ENABLED_VARIABLE}=1\n")
+        raise SystemExit(2) from None
     startup.bind_stores()
+    if multiprocessing.parent_process() is None:
+        hooks.hook(hooks.SERVE, front.before_serving, "before")
     hooks.hook(hooks.AFTER_RUNNER_INIT, install_observer, "after")
     hooks.hook(hooks.STREAMER_CLASS, streamer_class, "replace")
     hooks.hook(hooks.WHILE_PAUSED, rest_while_paused, "after")
@@ -365,10 +377,12 @@ def around_validate(
 ) -> None:
     """Rejects, with HTTP 400, what would crash a scheduler or make its draws wrong."""
     original(manager, obj, input_ids)
+    validate.check_input_ids(input_ids, manager.model_config.vocab_size)
     params = (obj.sampling_params or {}).get("custom_params") or {}
     vocab_size = num_ids(manager.model_config.vocab_size)
     if (wire.NUM_DRAWS in params or wire.SCORE_IDS in params) and not params.get(wire.PACKED):
-        raise ValueError(f"draws and scores are answered by {wire.WORK_ROUTE} alone, not as JSON")
+        routes = f"{wire.WORK_ROUTE} and {wire.SCORE_ROUTE}"
+        raise ValueError(f"draws and scores are answered by {routes}, not by this route")
     if wire.NUM_DRAWS in params:
         validate.check_draw_params(params, obj, vocab_size)
     if params.get(wire.WANTS_EXPERTS) and not ranks.keeps_experts(manager):

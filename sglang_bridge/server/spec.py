@@ -14,6 +14,9 @@ from sglang_bridge.listening import keep_groups_on
 from sglang_bridge.toolkit import toolkit
 from sglang_bridge.weights.formats import Format
 
+ENABLED_VARIABLE = "SGLANG_BRIDGE"
+"""1: let the plugin change SGLang in this process and those below it. `python -m
+sglang_bridge.server` sets it; SGLang's own launch command is left alone without it."""
 SEED_VARIABLE = "SGLANG_BRIDGE_SEED"
 PARENT_VARIABLE = "SGLANG_BRIDGE_PARENT"
 # never on a command line: every user of a machine reads those
@@ -75,7 +78,8 @@ class ServerSpec:
     times of their own). quantization: how matrices are held; None: as they are
     (sglang_bridge/server/quantised.py). weights_dir: the one directory below which it reads new
     weights; None: it reads none from disk. shares_memory: it can give up GPU memory while it is
-    idle, and keeps its weights in host memory then (server/memory.py). gpus: what CUDA calls the
+    idle, and keeps its weights in host memory then (server/memory.py). follows: a teacher's server
+    that is sent new weights, as a student's is. gpus: what CUDA calls the
     GPUs that it sees, one for each of its tp ranks (gpus.py); None: those that its parent sees.
     interface: on which its groups listen; None: that of host. num_ids: ids that have a probability,
     where further rows of the vocabulary are padding; None: every row. model_key: what messages call
@@ -102,6 +106,7 @@ class ServerSpec:
     quantization: Format | None = None
     weights_dir: str | None = None
     shares_memory: bool = False
+    follows: bool = False
     gpus: tuple[str, ...] | None = None
     interface: str | None = None
     num_ids: int | None = None
@@ -117,6 +122,11 @@ class ServerSpec:
             raise ValueError(f"gpus must be tp = {self.tp} GPUs, got {len(self.gpus)}")
         if self.routed_gates and not self.routed_experts:
             raise ValueError("routed_gates needs routed_experts, got routed_experts=False")
+
+    @property
+    def gets_weights(self) -> bool:
+        """Returns whether weight syncs write its weights, which have to lie as they are sent."""
+        return self.role == "student" or self.follows
 
     @property
     def url(self) -> str:
@@ -140,7 +150,7 @@ def server_command(spec: ServerSpec) -> list[str]:
     if spec.max_total_tokens is not None:
         command += ["--max-total-tokens", str(spec.max_total_tokens)]
     chosen = any(_flag(word) in MOE_FLAGS for word in spec.extra_args)
-    if spec.quantization is not None or (spec.role == "student" and not chosen):
+    if spec.quantization is not None or (spec.gets_weights and not chosen):
         # of what SGLang might choose itself (on Blackwell), some lays experts out anew, and weight
         # syncs could not write them; a CPU ignores it
         command += ["--moe-runner-backend", "triton"]
@@ -182,7 +192,7 @@ def server_env(
         WEIGHTS_DIR_VARIABLE: spec.weights_dir,
         GATES_VARIABLE: "1" if spec.routed_gates else None,
         MODEL_KEY_VARIABLE: spec.model_key,
-        PLAIN_VARIABLE: "1" if spec.role == "student" or spec.quantization else None,
+        PLAIN_VARIABLE: "1" if spec.gets_weights or spec.quantization else None,
         NUM_IDS_VARIABLE: None if spec.num_ids is None else str(spec.num_ids),
     }
     for name, value in given.items():

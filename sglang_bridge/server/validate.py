@@ -5,7 +5,7 @@ Every check raises ValueError, which SGLang answers with HTTP 400.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,12 @@ from sglang_bridge.server.scoring import ScoreRecord, runs_of
 
 # They change the distribution after the observer has looked at the logits.
 UNOBSERVED = ("json_schema", "regex", "ebnf", "structural_tag", "logit_bias")
+
+
+def check_input_ids(input_ids: Sequence[int] | None, num_rows: int) -> None:
+    """Requires that input ids have a row of the embedding; None: the input is no ids."""
+    if input_ids and not 0 <= min(input_ids) <= max(input_ids) < num_rows:
+        raise ValueError(f"input_ids must be in 0..{num_rows - 1}")
 
 
 def check_draw_params(params: Mapping[str, Any], obj: Any, vocab_size: int) -> None:

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.support.browser import PATIENCE_MS, PHONE, watching
+from tests.support.browser import DESKTOP, PATIENCE_MS, PHONE, watching
 from tests.support.watched_run import (
     HOSTILE,
     append_row,
@@ -17,6 +17,7 @@ from tests.support.watched_run import (
     make_crashed,
     make_running,
     rollout_row,
+    turns_row,
     write_evaluations,
     write_metrics,
     write_rollouts,
@@ -52,6 +53,28 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def address(finished: Path) -> Iterator[str]:
     with watching(finished) as found:
         yield found
+
+
+def test_evaluations_with_an_environment_show_rewards_turns_and_calls(
+    tmp_path: Path, open_page: Open
+):
+    path = write_run(tmp_path / "plain", updates=3)
+    write_evaluations(path, range(3), ("gsm8k",))
+    other = write_run(tmp_path / "played", updates=3)
+    write_evaluations(other, range(3), ("tools",), {"mean_turns": 2.5, "mean_tool_calls": 1.25})
+    figures = ["mean reward", "mean turns", "mean tool calls"]
+    with watching(path) as address:
+        page = open_page(address)
+        expect(page.locator(".chart[aria-label='accuracy · gsm8k']")).to_be_visible()
+        expect(page.locator(".chart[aria-label*='mean reward ·']")).to_have_count(0)
+        page.close()  # it would ask on after the server has ended
+    with watching(other) as address:
+        page = open_page(address)
+        for place, figure in enumerate(["accuracy", *figures]):
+            chart = page.locator(".chart").nth(place)
+            expect(chart).to_have_attribute("aria-label", f"{figure} · tools")
+        expect(page.locator(".chart output").nth(2)).to_have_text("2.5")
+        page.close()
 
 
 def test_every_view_of_a_finished_run_loads(address: str, open_page: Open):
@@ -225,6 +248,58 @@ def test_tokens_are_coloured_by_what_student_and_teacher_think(tmp_path: Path, o
         page.locator(".row").nth(0).click()
         expect(by.locator("option")).to_have_count(2)
         expect(page.locator("#detail")).not_to_contain_text("gap to the teacher")
+
+
+@pytest.mark.parametrize("size", [DESKTOP, PHONE])
+def test_a_trajectory_is_shown_turn_by_turn(tmp_path: Path, open_page: Open, size: tuple[int, int]):
+    path = write_run(tmp_path / "run", updates=1, per_update=1)
+    append_row(path, turns_row(3, 9))
+    with watching(path) as address:
+        page = open_page(address, size)
+        before = page.locator("script").count()
+        view(page, "rollouts")
+        page.locator(".row").first.click()
+        heads = page.locator(".tokens section > h4")
+        expect(heads).to_have_count(4)
+        facts = "version 2 · 6 tokens · sampled in 2.0 s · answered in 4.0 s"
+        expect(heads.nth(0)).to_have_text(f"student, turn 1reward +0.5{facts}")
+        expect(heads.nth(1)).to_have_text("given by tool")
+        expect(heads.nth(2)).to_contain_text("versions 2 to 3 · 8 tokens")
+        expect(heads.nth(2)).to_contain_text("61 cached before it")
+        expect(heads.nth(3)).to_contain_text("turn 3reward -1")
+        turns = page.locator(".tokens section.turn")
+        assert [turn.locator(".t").count() for turn in turns.all()] == [6, 8, 4]
+        calls = page.locator(".call")
+        expect(calls.nth(0)).to_have_text('calls calculate({"expression": "9 + 75"})')
+        expect(calls.nth(1)).to_contain_text(f"error: {HOSTILE[0]}")
+        expect(calls.nth(2)).to_contain_text("unreadable callerror: the call must be JSON")
+        assert [call.get_attribute("class") for call in calls.all()] == [
+            "call",
+            "call wrong",
+            "call wrong",
+            "call",
+        ]
+        given = page.locator(".tokens section.given")
+        expect(given.nth(0)).to_contain_text(HOSTILE[1])
+        history = given.nth(1).locator("details")
+        expect(history).to_contain_text("given: the history of sequence 2 (rewritten)")
+        expect(history.locator(".said")).to_be_hidden()
+        expect(page.locator(".times-key")).to_have_text(
+            "10 s: sampling 3.3 s environment 5.3 s waiting 0.8 s other 0.8 s "
+        )
+        widths = page.locator(".times span").evaluate_all("e => e.map(p => p.offsetWidth)")
+        assert widths[1] > widths[0] > widths[2] > 0
+        # arrow keys go on from turn to turn
+        page.locator(".tokens").focus()
+        for _ in range(7):
+            page.keyboard.press("ArrowRight")
+        expect(page.locator(".inspect")).to_contain_text("token 7 of 18, version 2: Once")
+        assert page.evaluate("document.documentElement.scrollWidth") <= size[0]
+        assert page.evaluate("document.querySelector('#detail').scrollWidth") <= size[0]
+        assert page.evaluate("window.hacked") is None
+        assert page.locator("script").count() == before
+        assert page.locator("main img, main svg, main .tokens script").count() == 0
+        assert not set(page.locator("body").inner_text()) & set("\u202e\u202c\x1b\u200b")
 
 
 @pytest.mark.parametrize("query", ["", "?token=wrong"])

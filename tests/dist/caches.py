@@ -4,6 +4,7 @@ The oracle shares no code with the project: transformers runs each sample alone,
 out from its formula, autograd differentiates it, torch's AdamW takes the step.
 """
 
+import statistics
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -14,7 +15,14 @@ from transformers import AutoModelForCausalLM
 
 from megatron_opd.records.runs import SampledRun
 from megatron_opd.records.sequences import single_turn
-from megatron_opd.records.types import Batch, Prompt, Rollout, Sample, VersionSpan
+from megatron_opd.records.types import (
+    Batch,
+    Prompt,
+    Rollout,
+    Sample,
+    TurnFigures,
+    VersionSpan,
+)
 from sglang_bridge.protocol import DrawCache
 
 
@@ -130,6 +138,39 @@ def make_batch(
     return Batch(update, update, tuple(made))
 
 
+def with_turn_rewards(batch: Batch, seed: int) -> Batch:
+    """The batch as if an environment had rewarded three of four turns."""
+    rng, samples = np.random.default_rng(seed), []
+    for sample in batch.samples:
+        rewards = [
+            float(rng.normal()) if rng.random() < 0.75 else None for _ in sample.rollout.runs
+        ]
+        turns = tuple(TurnFigures(1.0, 0.0, reward=reward) for reward in rewards)
+        rollout = replace(sample.rollout, turns=turns)
+        samples.append(replace(sample, rollout=rollout, reward=sum(r or 0.0 for r in rewards)))
+    return replace(batch, samples=tuple(samples))
+
+
+def turn_advantages(batch: Batch, group_size: int) -> list[torch.Tensor]:
+    """float64 [T] of each sample: (r - mean) / std over the group's rewards at one position."""
+    found: list[torch.Tensor] = []
+    for place, sample in enumerate(batch.samples):
+        first = place // group_size * group_size
+        members = batch.samples[first : first + group_size]
+        own: list[float] = []
+        for run in sample.rollout.runs:
+            turns = [each.rollout.turns for each in members]
+            there = [each[run.turn].reward for each in turns if run.turn < len(each)]
+            rewards = [reward for reward in there if reward is not None]
+            mine, advantage = sample.rollout.turns[run.turn].reward, 0.0
+            if mine is not None and len(rewards) > 1:
+                deviation = statistics.stdev(rewards)
+                advantage = (mine - statistics.mean(rewards)) / (deviation + 1e-6)
+            own += [advantage] * run.num_tokens
+        found.append(torch.tensor(own, dtype=torch.float64))
+    return found
+
+
 @dataclass(frozen=True)
 class OracleUpdate:
     loss: float
@@ -147,16 +188,18 @@ def oracle_update(
     clip: float,
     max_ratio: float | None = None,
     temperature: float = 1.0,
+    advantages: list[torch.Tensor] | None = None,
 ) -> OracleUpdate:
     """One AdamW step (betas 0.9, 0.95, no weight decay) in float64.
 
     loss = -1/T sum_t sum_k w_k min(rho_k, C) (q_k - p_k); its gradient is taken from a second
-    expression, -1/T sum w_k sg(min(rho_k, C) (q_k - p_k)) p_k.
+    expression, -1/T sum w_k sg(min(rho_k, C) (q_k - p_k)) p_k. advantages: of each sample's tokens;
+    adds -1/T sum_t rho_t A_t over the sampled ids.
     """
     student = load_float64(model)
     tokens = batch.num_response_tokens
     loss = kl = 0.0
-    for sample in batch.samples:
+    for number, sample in enumerate(batch.samples):
         draws = sample.rollout.draws
         logp = chosen(response_logp(student, sample, temperature), draws)
         weight = torch.tensor(draws.weight_N, dtype=torch.float64)
@@ -165,6 +208,11 @@ def oracle_update(
         ratio = (logp - torch.tensor(draws.sampler_logp_N).double())[hit].exp().detach()
         used = ratio if max_ratio is None else ratio.clamp(max=max_ratio)
         surrogate = -(weight[hit] * used * gap * logp[hit]).sum() / tokens
+        if advantages is not None:
+            sampler = torch.tensor(draws.sampler_logp_N).double()
+            rewarded = ((logp - sampler)[draws.path_T].exp() * advantages[number]).sum() / tokens
+            surrogate = surrogate - rewarded
+            loss -= float(rewarded.detach())
         surrogate.backward()
         loss += float(-(weight[hit] * used * gap).sum() / tokens)
         kl += float(-(weight[hit] * ratio * gap).sum() / tokens)

@@ -92,11 +92,11 @@ def possible(layout: Layout, variant: str) -> bool:
 
 
 def run(
-    layout: Layout, variant: str, model: Path, batches: list[Batch], out: Path
+    layout: Layout, variant: str, model: Path, batches: list[Batch], out: Path, **more: Any
 ) -> list[dict[str, Any]]:
-    """Metrics of one update per batch; weights after each lie in `out`."""
+    """Metrics of one update per batch; weights after each lie in `out`. more: see jobs.update."""
     config = config_of(layout, variant)
-    arguments: dict[str, Any] = {"model": model, "config": config, "batches": batches}
+    arguments: dict[str, Any] = {"model": model, "config": config, "batches": batches, **more}
     return run_world(jobs.update, layout.ranks, out, **arguments)["metrics"]
 
 

@@ -13,11 +13,14 @@ from safetensors.torch import load_file
 from megatron_opd.records.types import Batch
 from tests.dist import jobs
 from tests.dist.caches import (
+    OracleUpdate,
     chosen,
     load_float64,
     make_batch,
     oracle_update,
     response_logp,
+    turn_advantages,
+    with_turn_rewards,
 )
 from tests.dist.layouts import ADAM, LAYOUTS, Layout, gaps, relative_gap, run, weights
 from tests.dist.worlds import run_world
@@ -28,6 +31,23 @@ pytestmark = pytest.mark.dist
 
 VOCAB = 512
 UPDATES = 2  # the second comes from weights and moments that the first has moved
+GROUP = 4
+SHARE = 2.0  # of the rewards; a smaller one cancels most of a batch's loss, which is compared
+BY_TURN = {
+    "objective": {
+        "type": "mixture",
+        "terms": [
+            {"objective": {"type": "reverse_kl"}},
+            {"coefficient": SHARE, "objective": {"type": "grpo", "trust": {"type": "none"}}},
+        ],
+    },
+    "credit": "turn",
+}
+# The dense model also learns from the rewards of turns, the mixture of experts from the teacher.
+ESTIMATORS: dict[str, dict[str, Any]] = {
+    "dense": {"estimator": BY_TURN, "group_size": GROUP},
+    "moe": {},
+}
 # A dense model in every layout is tools/layout_table.py's; here each axis once.
 CASES = [
     *(("dense", name, "packed") for name in ("one rank", "tp2", "cp2", "pp2 vpp2", "tp2 pp2")),
@@ -58,11 +78,23 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def batches(models: dict[str, Path]) -> dict[str, list[Batch]]:
     return {
         kind: [
-            make_batch(models[kind], samples=8, seed=seed, vocab=VOCAB, update=update, turns=6)
+            with_turn_rewards(
+                make_batch(models[kind], samples=8, seed=seed, vocab=VOCAB, update=update, turns=6),
+                seed,
+            )
             for update, seed in enumerate(range(7, 7 + UPDATES))
         ]
         for kind in ("dense", "moe")
     }
+
+
+def oracle_of(kind: str, model: Path, batch: Batch, credited: Batch | None = None) -> OracleUpdate:
+    """Of the kind's estimator. credited: whose rewards are read, if not the batch's own."""
+    advantages = None
+    if kind == "dense":
+        advantages = [SHARE * own_T for own_T in turn_advantages(credited or batch, GROUP)]
+    lr, eps, clip = ADAM["lr"], ADAM["eps"], ADAM["clip_grad"]
+    return oracle_update(model, batch, lr=lr, eps=eps, clip=clip, advantages=advantages)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +108,8 @@ def runs(
     found = {}
     for kind, name, variant in CASES:
         out = base / f"{kind}-{name}-{variant}"
-        metrics = run(LAYOUTS[name], variant, models[kind], batches[kind], out)
+        more = ESTIMATORS[kind]
+        metrics = run(LAYOUTS[name], variant, models[kind], batches[kind], out, **more)
         found[kind, name, variant] = (metrics, out)
     return found
 
@@ -138,9 +171,7 @@ def test_the_export_after_a_step_is_not_stale(kind, runs, models):
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_the_first_update_equals_float64_autograd(kind, runs, models, batches):
     metrics, out = runs[kind, "one rank", "packed"]
-    exact = oracle_update(
-        models[kind], batches[kind][0], lr=ADAM["lr"], eps=ADAM["eps"], clip=ADAM["clip_grad"]
-    )
+    exact = oracle_of(kind, models[kind], batches[kind][0])
     expected = {
         "loss": exact.loss,
         "reverse_kl_nats": exact.reverse_kl,
@@ -276,10 +307,20 @@ def test_a_mask_that_is_shifted_by_one_position_is_noticed(kind, runs, models, b
             for run in sample.rollout.runs
         ]
         shifted.append(replace(sample, rollout=replace(sample.rollout, runs=tuple(moved))))
-    batch = replace(batches[kind][0], samples=tuple(shifted))
-    wrong = oracle_update(
-        models[kind], batch, lr=ADAM["lr"], eps=ADAM["eps"], clip=ADAM["clip_grad"]
-    )
+    wrong = oracle_of(kind, models[kind], replace(batches[kind][0], samples=tuple(shifted)))
     metrics, out = runs[kind, "one rank", "packed"]
+    assert relative(metrics[0]["loss"], wrong.loss) > 1e-2
+    assert relative_gap(wrong.weights, weights(out, 0)) > 1e-4
+
+
+def test_a_reward_that_is_given_to_another_turn_is_noticed(runs, models, batches):
+    """The oracle's own, as above: every reward of a trajectory one turn earlier."""
+    batch = batches["dense"][0]
+    moved = [
+        replace(s, rollout=replace(s.rollout, turns=(*s.rollout.turns[1:], s.rollout.turns[0])))
+        for s in batch.samples
+    ]
+    wrong = oracle_of("dense", models["dense"], batch, replace(batch, samples=tuple(moved)))
+    metrics, out = runs["dense", "one rank", "packed"]
     assert relative(metrics[0]["loss"], wrong.loss) > 1e-2
     assert relative_gap(wrong.weights, weights(out, 0)) > 1e-4

@@ -7,14 +7,14 @@ import pytest
 from tests.dist import objective_jobs
 from tests.dist.worlds import run_world
 from tests.support.figures import bounded
-from tests.support.loss_cases import accepted
+from tests.support.loss_cases import accepted, by_turn
 
 pytestmark = pytest.mark.dist
 
 
 def test_tensor_parallel_equals_one_rank_for_every_accepted_estimator(tmp_path: Path):
     """Through gathered logits and through the blockwise operation, one rank without any id too."""
-    expected = accepted()
+    expected = (*accepted(), *by_turn()[::3])
     result = run_world(objective_jobs.sweep, 2, tmp_path, estimators=expected)
     assert result["estimators"] == len(expected)
     assert set(result["errors"]) == {objective_jobs.name_of(est) for est in expected}

@@ -12,9 +12,11 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megatron_opd.config.sft import SftConfig
-from megatron_opd.data.pairs import Pair, pair_rules
-from megatron_opd.data.pairs import read_pairs as read_file
+from megatron_opd.data.answers import Example
+from megatron_opd.data.examples import example_rules
+from megatron_opd.data.examples import read_examples as read_file
 from megatron_opd.data.template import this_moment
+from megatron_opd.data.tokenizer import CHAT_TEMPLATE
 from megatron_opd.learner.sft import batches
 from megatron_opd.models.spec import read_model_spec
 from tests.dist import jobs
@@ -120,6 +122,46 @@ def test_validation_loss_is_transformers_in_every_layout(size, parallel, started
     assert rows[2]["validation_loss"] < rows[0]["validation_loss"]
 
 
+@pytest.mark.parametrize(("size", "parallel"), [(1, {}), (2, {"cp": 2})])
+def test_the_answers_of_a_chat_are_learnt_in_one_pass(size, parallel, started, tmp_path):
+    """The loss is transformers' on the tokens of both answers, of which none is of a question."""
+    data, metrics = tmp_path / "chats.jsonl", tmp_path / "metrics.jsonl"
+    said = [[*PAIRS[n], *PAIRS[-n]] for n in range(8)]
+    roles = ("user", "assistant", "user", "assistant")
+    chats = [[{"role": r, "content": c} for r, c in zip(roles, each, strict=True)] for each in said]
+    data.write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    config = make_config(started, data, tmp_path / "model", 2, parallel=parallel)
+    template = tmp_path / "own.jinja"
+    template.write_text(CHAT_TEMPLATE)
+    config |= {"messages_key": "messages", "chat_template": str(template), "batch_size": 8}
+    config |= {"validation": str(data), "metrics": str(metrics)}
+    run_world(jobs.sft, size, tmp_path / "world", config=config)
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    expected, tokens = chat_loss(started, said)
+    assert rows[1]["response_tokens"] == tokens
+    for found in (rows[0]["validation_loss"], rows[1]["loss"]):
+        gap = abs(found / expected - 1)
+        bounded("sft: loss of chats against transformers (relative)", gap, 1e-5, parallel)
+
+
+def chat_loss(model: Path, said: list[list[str]]) -> tuple[float, int]:
+    """Mean negative log-likelihood of the answers' tokens, their end tokens too; their number."""
+    student = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    total, tokens = 0.0, 0
+    for each in said:
+        ids, learnt = list[int](), list[int]()
+        for n, text in enumerate(each):
+            piece = tokenizer.encode(text) + [tokenizer.eos_token_id] * (n % 2)
+            learnt += range(len(ids), len(ids) + len(piece)) if n % 2 else ()
+            ids += piece
+        with torch.no_grad():
+            logp = student(torch.tensor([ids])).logits[0].log_softmax(-1)
+        total -= sum(float(logp[at - 1, ids[at]]) for at in learnt)
+        tokens += len(learnt)
+    return total / tokens, tokens
+
+
 @pytest.fixture(scope="module")
 def started(weightless, data, tmp_path_factory):
     """A student after a few updates."""
@@ -128,26 +170,26 @@ def started(weightless, data, tmp_path_factory):
     return base / "model"
 
 
-def read_pairs(config: SftConfig, path: Path, max_tokens: int) -> list[Pair]:
+def read_examples(config: SftConfig, path: Path, max_tokens: int) -> list[Example]:
     """The examples of a file, as the learner reads them."""
     tokenizer = AutoTokenizer.from_pretrained(config.init)
-    rules = pair_rules(config, tokenizer, read_model_spec(config.init), this_moment())
-    return read_file(path, tokenizer, replace(rules, max_tokens=max_tokens)).pairs
+    rules = example_rules(config, tokenizer, read_model_spec(config.init), this_moment())
+    return read_file(path, tokenizer, replace(rules, max_tokens=max_tokens)).examples
 
 
 def test_pairs_and_their_mistakes(weightless, data, tmp_path):
     config = SftConfig.model_validate(make_config(weightless, data, tmp_path, 2))
-    pairs = read_pairs(config, config.train, 2048)
+    pairs = read_examples(config, config.train, 2048)
     assert len(pairs) == len(PAIRS)
-    assert pairs[0].response_ids[-1] == 1
-    assert len(pairs[0].prompt_ids) == len("0+0=")
+    assert pairs[0].ids_S[-1] == 1
+    assert pairs[0].position_T.tolist() == list(range(len("0+0="), pairs[0].num_tokens))
     with pytest.raises(ValueError, match=r":1: prompt and response must fit .* 5 tokens, got 8"):
-        read_pairs(config, config.train, 5)
+        read_examples(config, config.train, 5)
 
 
 def test_batches_cover_every_epoch(weightless, data, tmp_path):
     config = SftConfig.model_validate(make_config(weightless, data, tmp_path, 2))
-    pairs = read_pairs(config, config.train, 2048)
+    pairs = read_examples(config, config.train, 2048)
     source = batches(pairs, 24, seed=1)
     epochs = [pair for _ in range(8) for pair in next(source)]
     for start in range(0, len(epochs), len(pairs)):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from sglang_bridge.server.spec import ServerSpec, server_env
 from tests.e2e.runs import Running, write_prompts
 from tests.e2e.weight_sync import resume, rewind
 from tests.support.models import tiny_qwen3, tiny_qwen3_moe
+from tests.support.paths import ROOT
 from tests.support.preloaded import Program
 
 STARTUP_TIMEOUT_S = 420
+ARITHMETIC = ROOT / "examples" / "arithmetic"
 REPORTS_IMPORTS = Path(__file__).parents[1] / "support" / "imports"
 IMPORTS = "imports"
 Sections = dict[str, dict[str, Any]]
@@ -181,6 +183,37 @@ def shared(servers: dict[str, ServerProcess], student_model: Path) -> Iterator[S
     asyncio.run(rewind(servers["student"].spec.url, student_model))
     yield {role: {"urls": [process.spec.url]} for role, process in servers.items()}
     asyncio.run(rewind(servers["student"].spec.url, student_model))
+
+
+@pytest.fixture(scope="session")
+def servers_of_arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sections]:
+    """The trained models of the example, on servers that give a request the same bits always."""
+    logs = tmp_path_factory.mktemp("arithmetic")
+    with ExitStack() as ended:
+        found: dict[str, ServerProcess] = {}
+        for role in ("student", "teacher"):
+            spec = tiny_spec(ARITHMETIC / role, role, deterministic=True)
+            found[role] = ServerProcess(spec, logs / f"{role}.log")
+            ended.callback(found[role].stop, grace_s=1)
+            found[role].start()
+        for server in found.values():
+            server.wait_ready(STARTUP_TIMEOUT_S)
+        yield {
+            role: {"model": str(ARITHMETIC / role), "urls": [server.spec.url]}
+            for role, server in found.items()
+        }
+
+
+def arithmetic_again(servers: Sections) -> Sections:
+    """Its sections, once the student's server holds what it was started with."""
+    asyncio.run(rewind(servers["student"]["urls"][0], ARITHMETIC / "student"))
+    return servers
+
+
+@pytest.fixture
+def arithmetic(servers_of_arithmetic: Sections) -> Sections:
+    """Sections of a configuration whose run uses the servers of the trained models."""
+    return arithmetic_again(servers_of_arithmetic)
 
 
 @pytest.fixture(scope="session")

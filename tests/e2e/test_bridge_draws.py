@@ -1,10 +1,12 @@
 """Draws of a real server against exact probabilities of the same weights under transformers."""
 
 import asyncio
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerRefused
@@ -104,6 +106,53 @@ def test_every_support_is_of_the_sampling_distribution(
         assert unlike > 1e-2 or request.num_atoms == 0
         if (request.num_atoms, top_p) == (VOCAB_SIZE, 1.0):
             assert len(reply.draws.ids_N) == VOCAB_SIZE * len(reply.output_ids_T)
+
+
+def test_turns_are_of_the_distribution_behind_the_whole_sequence(
+    student_server: ServerProcess, reference
+):
+    """Four trajectories at once, each of four turns, which go on from cached prefixes."""
+    rng = np.random.default_rng(11)
+    turn = RolloutRequest(
+        rid="",
+        input_ids=PROMPT,
+        max_new_tokens=16,
+        num_atoms=4,
+        num_draws=8,
+        exact=True,
+        record=True,
+    )
+
+    async def trajectory(client: ServerClient, number: int) -> list[tuple]:
+        ids, found = [*PROMPT, 100 + number], []
+        for turns in range(4):
+            asked = replace(turn, rid=f"turn-{number}-{turns}", input_ids=list(ids))
+            reply = await client.generate(asked)
+            found.append((asked, reply))
+            ids += reply.output_ids_T.tolist()
+            ids += rng.integers(2, VOCAB_SIZE, 5 + 9 * number).tolist()  # what a tool says
+        return found
+
+    async def run() -> list[list[tuple]]:
+        async with ServerClient(student_server.spec.url, timeout_s=120) as client:
+            return await asyncio.gather(*(trajectory(client, number) for number in range(4)))
+
+    for turns in asyncio.run(run()):
+        last, end = turns[-1]
+        logits = reference_logits(reference, [*last.input_ids, *end.output_ids_T.tolist()])
+        for asked, reply in turns:
+            start = len(asked.input_ids)
+            at = slice(start - 1, start - 1 + len(reply.output_ids_T))
+            nats, relative = worst_errors(logits[at], reply, asked)
+            bounded("draws: log-probs against transformers (nats)", nats, TOLERANCE, asked.rid)
+            bounded("draws: weights against transformers (relative)", relative, 5e-5, asked.rid)
+            # the mask of sampled tokens, shifted by one position
+            shifted, _ = worst_errors(logits[at.start - 1 : at.stop - 1], reply, asked)
+            assert shifted > 0.1
+        assert all(
+            reply.cached_tokens >= len(before.input_ids)
+            for (before, _), (_, reply) in pairwise(turns)
+        ), "each turn goes on from the one before"
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9)])
@@ -263,7 +312,10 @@ def test_stop_token_ends_the_response_and_is_part_of_it(student_server: ServerPr
             {"regex": "[ab]*", "custom_params": {"bridge_num_draws": 4, "bridge_packed": True}},
             "be combined with regex",
         ),
-        ({"custom_params": {"bridge_num_draws": 4}}, "answered by /bridge/generate alone"),
+        (
+            {"custom_params": {"bridge_num_draws": 4}},
+            "answered by /bridge/generate and /bridge/score",
+        ),
         (
             {
                 "custom_params": {

@@ -7,12 +7,19 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
+from megatron_opd.records.mixtures import label_of
+from megatron_opd.records.sequences import single_turn
+from megatron_opd.records.types import Prompt, Sample, VersionSpan, sample_here
+from megatron_opd.rollout.score_requests import TeacherAsk, asked_of
+from megatron_opd.rollout.scorer import FleetScorer
+from sglang_bridge.arrays import pack
 from sglang_bridge.client import ServerClient
 from sglang_bridge.errors import ServerRefused
 from sglang_bridge.http import HttpConnection
-from sglang_bridge.protocol import RolloutRequest, ScoreReply, ScoreRequest
+from sglang_bridge.protocol import DrawCache, RolloutRequest, ScoreReply, ScoreRequest
 from sglang_bridge.server.launch import ServerProcess
 from tests.e2e.replies import SCORES, TOLERANCE, check_selection, expected_scores, ragged_request
+from tests.support.config_files import minimal
 from tests.support.figures import bounded
 from tests.support.models import VOCAB_SIZE
 from tests.support.oracles import chi_square_per_df, load_reference, log_softmax, reference_logits
@@ -88,6 +95,85 @@ def test_several_runs_under_chunked_prefill_and_cache_hits(
             assert np.abs(reply.logp_N - shifted).max() > 0.5, "a run's neighbour scores the same"
             if request.selects:
                 check_selection(reference, request, reply)
+
+
+def of_teacher(request: ScoreRequest, own_Q: np.ndarray) -> ScoreRequest:
+    """What a teacher is asked that reads a prompt of its own in front of the response."""
+    ((start, stop),), ids_S = request.runs, np.array(request.input_ids, np.int32)
+    unknown_N = np.zeros(len(request.ids_N), np.float32)
+    draws = DrawCache(
+        offsets_T1=request.offsets_T1,
+        ids_N=request.ids_N,
+        path_T=np.zeros(stop - start, np.int64),  # nothing here reads it
+        weight_N=unknown_N,
+        sampler_logp_N=unknown_N,
+    )
+    spans = (VersionSpan(0, 0, stop - start),)
+    rollout = single_turn(Prompt(0, "", ids_S[:start]), ids_S[start:], draws, spans)
+    ask = TeacherAsk(f"{request.rid}-own", 1.0, 0, 0, 7, VOCAB_SIZE, pack(own_Q))
+    return replace(asked_of(rollout, ask), exact=True)
+
+
+def test_a_teacher_reads_a_prompt_of_its_own(teacher_server: ServerProcess, reference):
+    """Shorter and longer ones than the student's; controls: a row further, the student's prompt."""
+    rng = np.random.default_rng(0)
+    requests = [ragged_request(f"own{i}", 20 + i, 30, seed=800 + i) for i in range(5)]
+    prompts = [rng.integers(2, VOCAB_SIZE, n).astype(np.int32) for n in (1, 20, 33, 64, 190)]
+    found = score_all(teacher_server.spec.url, list(map(of_teacher, requests, prompts)))
+    for request, own_Q, scores in zip(requests, prompts, found, strict=True):
+        ((start, stop),) = request.runs
+        read = replace(
+            request,
+            input_ids=[*own_Q.tolist(), *request.input_ids[start:]],
+            runs=((len(own_Q), len(own_Q) + stop - start),),
+        )
+        error = np.abs(scores - expected_scores(reference, read)).max()
+        bounded(SCORES, error, TOLERANCE, f"own prompt of {len(own_Q)}")
+        for control in (expected_scores(reference, read, 1), expected_scores(reference, request)):
+            assert np.abs(scores - control).max() > 0.1
+
+
+def test_two_teachers_score_a_response_together(
+    teacher_server: ServerProcess, student_server: ServerProcess, reference, student_model: Path
+):
+    """Their mixture in probabilities, of real servers and of transformers; control: in logs."""
+
+    class Exact(ServerClient):
+        async def score(self, request: ScoreRequest) -> ScoreReply:
+            return await super().score(replace(request, exact=True))
+
+    request = ragged_request("mixed", 20, 30, seed=810)
+    unread_N = np.zeros(len(request.ids_N), np.float32)
+    draws = DrawCache(
+        offsets_T1=request.offsets_T1,
+        ids_N=request.ids_N,
+        path_T=np.minimum(request.offsets_T1[:-1], len(unread_N) - 1),  # not compared here
+        weight_N=unread_N,
+        sampler_logp_N=unread_N,
+    )
+    ids_S = np.array(request.input_ids, np.int32)
+    shares = (("other", 0.3), ("teacher", 0.7))
+    prompt = Prompt(0, "", ids_S[:20], teacher=label_of(shares), mixture=shares)
+    rollout = single_turn(prompt, ids_S[20:], draws, (VersionSpan(0, 0, 30),))
+    config = minimal(
+        teachers={"other": {"model": "o"}}, scoring={"mixture": dict(shares), "temperature": 0.7}
+    )
+
+    async def run() -> Sample:
+        async with (
+            Exact(teacher_server.spec.url, timeout_s=120) as teacher,
+            Exact(student_server.spec.url, timeout_s=120) as other,
+        ):
+            fleets = {"teacher": teacher, "teachers.other": other}
+            return sample_here(await FleetScorer(config, fleets, VOCAB_SIZE, "mix").score(rollout))
+
+    found_N = asyncio.run(run()).teacher_logp_N
+    cooled = replace(request, temperature=0.7)
+    first_N = expected_scores(load_reference(student_model), cooled)
+    second_N = expected_scores(reference, cooled)
+    mixed_N = np.log(0.3 * np.exp(first_N) + 0.7 * np.exp(second_N))
+    bounded(SCORES, np.abs(found_N - mixed_N).max(), TOLERANCE, "mixture of two teachers")
+    assert np.abs(found_N - (0.3 * first_N + 0.7 * second_N)).max() > 0.05
 
 
 def test_how_sampled_ids_are_cut_into_runs_leaves_every_bit(teacher_server: ServerProcess):

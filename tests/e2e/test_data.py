@@ -6,55 +6,41 @@ learns from rewards alone; one plays trajectories of several turns.
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pyarrow
 import pytest
 from pyarrow import parquet
 
-from sglang_bridge.server.launch import ServerProcess
-from tests.e2e.conftest import STARTUP_TIMEOUT_S, Sections, tiny_spec
+from megatron_opd.config.environment import UserConfig
+from megatron_opd.config.load import load_config
+from megatron_opd.config.schema import Config
+from megatron_opd.data.render import Rendering
+from megatron_opd.environments.calls import Reply
+from megatron_opd.environments.protocol import EnvironmentRow
+from megatron_opd.environments.turns import TurnEncoder
+from megatron_opd.environments.user import SimulatedUser, UserPart
+from megatron_opd.evaluation import evaluate as opd_eval
+from megatron_opd.evaluation.reports import EvaluationReport
+from megatron_opd.inputs.tokenizers import load_tokenizer
+from megatron_opd.launch.processes import Processes
+from megatron_opd.rollout.user_voice import TeacherVoice
+from sglang_bridge.client import ServerClient
+from sglang_bridge.fleet import Fleet
+from tests.e2e.conftest import ARITHMETIC, Sections
+from tests.e2e.games import GAME, trained_games, versions_of_turns
 from tests.e2e.runs import START_TIMEOUT_S, UPDATES, Finished, Running, write_config
-from tests.e2e.weight_sync import rewind
 from tests.support.figures import bounded
-from tests.support.paths import ROOT
 
 pytestmark = pytest.mark.e2e
 
-ARITHMETIC = ROOT / "examples" / "arithmetic"
 ROWS, BATCH, MOST = 24, 8, 20
-
-
-@pytest.fixture(scope="module")
-def servers_of_arithmetic(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Sections]:
-    """Both servers, started side by side."""
-    logs = tmp_path_factory.mktemp("logs")
-    processes = {
-        role: ServerProcess(tiny_spec(ARITHMETIC / role, role), logs / f"{role}.log")
-        for role in ("student", "teacher")
-    }
-    try:
-        for process in processes.values():
-            process.start()
-        for process in processes.values():
-            process.wait_ready(STARTUP_TIMEOUT_S)
-        yield {
-            role: {"model": str(ARITHMETIC / role), "urls": [process.spec.url]}
-            for role, process in processes.items()
-        }
-    finally:
-        for process in processes.values():
-            process.stop(grace_s=1)
-
-
-@pytest.fixture
-def arithmetic(servers_of_arithmetic: Sections) -> Sections:
-    """The sections of both roles; the student's server holds what it was started with."""
-    asyncio.run(rewind(servers_of_arithmetic["student"]["urls"][0], ARITHMETIC / "student"))
-    return servers_of_arithmetic
 
 
 def write_sources(root: Path) -> list[dict[str, object]]:
@@ -146,7 +132,10 @@ def test_a_run_ends_with_its_data_and_goes_on_with_more_epochs(
 def test_rewards_alone_need_no_teacher(
     inputs: Path, tmp_path: Path, arithmetic: Sections, start: Callable[..., Running]
 ):
-    """GRPO on the arithmetic example; warm enough that the answers to one prompt differ."""
+    """GRPO on the arithmetic example; warm enough that the answers to one prompt differ.
+
+    Data workers sample and judge them.
+    """
     config = write_config(
         inputs,
         tmp_path,
@@ -157,13 +146,15 @@ def test_rewards_alone_need_no_teacher(
         objective={"type": "grpo"},
         rollout={"group_size": 8, "max_new_tokens": 64, "temperature": 1.6},
         buffer={"batch_size": 32},
+        workers={"count": 2},
         evaluation={"problems": 0},
     )
     running = start(config)
     running.wait_until(running.has_updated)
     done = running.finish(START_TIMEOUT_S)
     assert done.code == 0, done.output
-    assert {path.name for path in (done.run_dir / "logs").iterdir()} == {"learner.log"}
+    logs = {path.name for path in (done.run_dir / "logs").iterdir()}
+    assert logs == {"learner.log", "data-worker-0.log", "data-worker-1.log"}
     summary = done.summary
     assert summary["samples_consumed"] == UPDATES * 32
     assert 0 < summary["reward_mean"] < 1
@@ -176,11 +167,40 @@ def test_rewards_alone_need_no_teacher(
     bounded("opd run: max |p_learner - p_sampler|", summary["probs_diff_max"], 1e-4, "grpo")
 
 
+def evaluated_again(
+    config: Path, url: str, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> dict[str, EvaluationReport]:
+    """What `opd eval` finds on a server that is there already, and holds the model."""
+    server = SimpleNamespace(spec=SimpleNamespace(url=url))
+    monkeypatch.setattr(opd_eval, "ServerProcess", lambda *_: server)
+    monkeypatch.setattr(opd_eval, "Processes", lambda *_: Processes([], None))
+    return opd_eval.evaluate_checkpoint(load_config(Config, config), model)
+
+
+def check_evaluated(evaluated: list[dict[str, Any]]) -> None:
+    """Check rows of three problems of the game, twice each, with training waiting."""
+    for row in evaluated:
+        assert (row["version_min"], row["version_max"]) == (row["update"], row["update"])
+        assert (row["problems"], row["samples"], row["verifier_failures"]) == (3, 2, {})
+        assert row["mean_reward"] == pytest.approx(row["accuracy_pct"] / 100)
+        assert 1 <= row["mean_turns"] <= 3
+        assert row["mean_response_tokens"] > row["mean_turns"], "of all turns"
+        assert row["mean_tool_calls"] == row["mean_call_errors"] == 0
+
+
 def test_a_student_guesses_turn_by_turn(
-    inputs: Path, tmp_path: Path, arithmetic: Sections, start: Callable[..., Running]
+    inputs: Path,
+    tmp_path: Path,
+    arithmetic: Sections,
+    start: Callable[..., Running],
+    monkeypatch: pytest.MonkeyPatch,
 ):
-    """Trajectories, distilled and rewarded at once; the environment has processes of its own."""
-    game = {"type": "guess", "low": 1, "high": 50, "guesses": 3, "max_tokens": 240}
+    """Trajectories, distilled, rewarded and evaluated; the environment has processes of its own.
+
+    Its reward is that of the last turn, and is learnt from as such.
+    """
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(f'{{"prompt": "round {n}"}}\n' for n in range(3)))  # no answers
     mixture = [
         {"coefficient": 1.0, "objective": {"type": "reverse_kl"}},
         {"coefficient": 0.5, "objective": {"type": "grpo"}},
@@ -189,14 +209,20 @@ def test_a_student_guesses_turn_by_turn(
         inputs,
         tmp_path,
         run={"max_steps": 2},
-        data={"train": str(ARITHMETIC / "train.jsonl"), "heldout": None, "chat_template": True},
+        data={
+            "train": str(ARITHMETIC / "train.jsonl"),
+            "heldout": str(held_out),
+            "chat_template": True,
+        },
         **arithmetic,
-        environment=game,
+        environment=GAME | {"credit": "turn"},
+        schedule={"in_flight": "keep"},
         objective={"type": "mixture", "terms": mixture},
         rollout={"group_size": 4, "max_new_tokens": 24},
         buffer={"batch_size": 8},
-        learner={"max_tokens_per_microbatch": 1024},
-        evaluation={"problems": 0},
+        learner={"max_tokens_per_microbatch": 1024, "optimizer": {"lr": 1e-5}},
+        evaluation={"problems": 3, "samples": 2, "every": 1, "blocks": True},
+        checkpoint={"keep_best": True},
         metrics={"rollouts": 8},
     )
     done = start(config).finish(START_TIMEOUT_S)
@@ -209,16 +235,114 @@ def test_a_student_guesses_turn_by_turn(
     for row in done.rows:
         assert 1 < row["turns_mean"] <= 3
         assert row["given_tokens_mean"] > row["turns_mean"]
-    rows = [json.loads(line) for line in (done.run_dir / "rollouts.jsonl").open()]
-    trained = [row for row in rows if row["version"] is not None]
+        assert 0 < row["turn_rewarded_fraction"] < 1
+    trained = trained_games(done.run_dir)
     assert len(trained) == 16
-    assert all(row["reward"] in (0.0, 1.0) for row in trained)
-    several = [row for row in trained if row["given"]]
-    assert several, "most games need more than one guess"
-    for row in several:
-        assert len(row["given"]) < 3
-        assert row["prompt"].startswith("I think of a whole number from 1 to 50.")
-        for at, text in row["given"]:
-            assert 0 < at < len(row["tokens"])
-            assert "Too low." in text or "Too high." in text or "Say a whole number." in text
-        assert row["spans"][-1][2] == len(row["tokens"]) == len(row["teacher_logp"])
+    assert all(row["reward"] in (0.0, 1.0, None) for row in trained)
+    for row in trained:
+        assert len(row["teacher_logp"]) == len(row["tokens"])
+        assert all(len(versions) == 1 for versions in versions_of_turns(row)), "each is finished"
+    evaluated = [json.loads(line) for line in (done.run_dir / "evaluations.jsonl").open()]
+    assert [row["update"] for row in evaluated] == [0, 1, 2]
+    check_evaluated(evaluated)
+    picked = summary["evaluation_sets"]["heldout"]
+    assert (picked["before"], picked["after"]) == (evaluated[0], evaluated[2])
+    assert "teacher: avg@2" in done.output
+    assert f"{evaluated[2]['mean_turns']:.1f} turns, mean reward" in done.output
+    (url,) = arithmetic["student"]["urls"]
+    final = done.run_dir / "checkpoints" / "final"
+    again = evaluated_again(config, url, final, monkeypatch)["heldout"].as_dict()
+    same = again.keys() - {"version_min", "version_max"}
+    assert {key: again[key] for key in same} == {key: evaluated[2][key] for key in same}
+
+
+def test_a_teacher_plays_the_user(
+    inputs: Path, tmp_path: Path, arithmetic: Sections, monkeypatch: pytest.MonkeyPatch
+):
+    """A teacher's server samples plain turns by their seeds, at a temperature of their own.
+
+    So it does for `opd eval`.
+    """
+    model, (url,) = ARITHMETIC / "teacher", arithmetic["teacher"]["urls"]
+    tokenizer: Any = load_tokenizer(model, "teacher.model")
+    end: int = tokenizer.eos_token_id
+    user = UserConfig(instructions="{prompt}", greeting="=", max_user_tokens=16, temperature=9.0)
+    encoder = TurnEncoder(tokenizer, Rendering(chat_template=True), [end])
+    part = UserPart(user, encoder, 249, "teacher")
+
+    async def said(seeds: Sequence[int]) -> list[str]:
+        async with Fleet([ServerClient(url, timeout_s=60.0)]) as fleet:
+            voice, found = TeacherVoice(user, 1, fleet, [end]), list[str]()
+            for seed in seeds:
+                speaks = SimulatedUser(part, voice)
+                await speaks.start(EnvironmentRow("54+45=\n", seed=seed))
+                answered = await speaks.step(Reply(0, "4+5-0=9b0\n"))
+                found += [message.content for message in answered.messages]
+            return found
+
+    first, again, other = asyncio.run(said([1, 1, 2]))
+    assert first == again != other
+    tokens = re.findall(r"<unused\d+>|.", first, re.DOTALL)  # the names of ids without a text
+    assert 1 < len(tokens) <= 16
+
+    played = {"type": "user", "max_turns": 3, "max_tokens": 240}
+    played |= {"instructions": "{prompt}", "greeting": "=", "max_user_tokens": 16}
+    train = str(ARITHMETIC / "train.jsonl")
+    config = write_config(
+        inputs,
+        tmp_path,
+        data={"train": train, "heldout": train, "task": "arithmetic", "chat_template": True},
+        **arithmetic,
+        environment=played,
+        rollout={"max_new_tokens": 64},
+        evaluation={"problems": 4, "samples": 1},
+    )
+    (own,) = arithmetic["student"]["urls"]
+    found = evaluated_again(config, own, ARITHMETIC / "student", monkeypatch)["heldout"].as_dict()
+    assert found["problems"] == 4
+    assert 1 < found["mean_turns"] <= 3, found
+
+
+def test_agents_with_the_openai_package_some_of_which_are_slow(
+    inputs: Path, tmp_path: Path, arithmetic: Sections, start: Callable[..., Running]
+):
+    """One of eight waits for others to finish, and would be dropped if it stopped them."""
+    finished = tmp_path / "finished"
+    finished.mkdir()
+    agent = {"type": "agent", "function": "tests.support.openai_agents:run", "timeout_s": 120}
+    arguments = {"slow_every": 8, "finished": str(finished)}
+    config = write_config(
+        inputs,
+        tmp_path,
+        run={"max_steps": 2},
+        data={"train": str(ARITHMETIC / "train.jsonl"), "heldout": None, "chat_template": True},
+        **arithmetic,
+        environment=agent | {"max_tokens": 240, "arguments": arguments},
+        rollout={"max_new_tokens": 64},
+        buffer={"batch_size": 12},
+        learner={"max_tokens_per_microbatch": 1024},
+        schedule={"in_flight": "abort"},
+        evaluation={"problems": 0},
+        metrics={"rollouts": 12},
+    )
+    done = start(config).finish(START_TIMEOUT_S)
+    assert done.code == 0, done.output
+    summary = done.summary
+    assert summary["status"] == "finished"
+    assert summary["samples_consumed"] == 24
+    assert summary["samples_in_flight"] == 0
+    assert summary["samples_dropped"] == {}
+    slow = 24 - sum(int(path.name) % 8 > 0 for path in finished.iterdir())
+    assert slow > 0, "some were slow, and are trained on all the same"
+    bounded("opd run: max |p_learner - p_sampler|", summary["probs_diff_max"], 1e-4, "agents")
+    for row in done.rows:
+        assert row["turns_mean"] == 4
+        assert row["sequences_mean"] == 3
+        assert (row["branches_new_mean"], row["branches_sibling_mean"]) == (1, 1)
+        assert row["settings_ignored_mean"] == 1
+        assert row["branches_edited_mean"] == 0, "an answer that is sent back is known"
+    assert summary["reward_mean"] > 0
+    rows = [json.loads(line) for line in (done.run_dir / "rollouts.jsonl").open()]
+    assert len(rows) == 24
+    for row in rows:
+        assert all(len(versions) == 1 for versions in versions_of_turns(row)), "or thrown away"

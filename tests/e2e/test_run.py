@@ -40,6 +40,7 @@ pytestmark = pytest.mark.e2e
 MISMATCH = "opd run: max |p_learner - p_sampler|"
 GUARDED = {"guard": "refuse"}
 NEVER_IN_A_RANK = ("wandb", "tensorboard", "sglang", "transformers", "ray", "pytest")
+AVERAGE = {"type": "ema", "decay": 0.5}
 SYNC = {"overlap": True, "staging": True, "same_host": "auto"}
 
 
@@ -122,7 +123,8 @@ def test_two_teachers_choose_the_ids(
 ):
     """Every prompt is scored by the teacher that its row names, on ids that this one selects.
 
-    The run starts the second teacher only; the other servers were there.
+    The run starts the second teacher only; the other servers were there. That one is an average of
+    the student, which each weight sync compares by digest with what the learner's ranks hold.
     """
     rows = [{"prompt": f"{i}+{i}=", "by": ("teacher", "twin")[i % 2]} for i in range(16)]
     data = tmp_path / "named.jsonl"
@@ -133,7 +135,9 @@ def test_two_teachers_choose_the_ids(
         tmp_path,
         run={"max_steps": 2},
         data={"train": str(data), "teacher_key": "by"},
-        teachers={"twin": {**twin, "context_length": 256}},
+        teachers={"twin": {**twin, "context_length": 256, "source": AVERAGE}},
+        weight_sync={"verify_every": 1},
+        metrics={"rollouts": BATCH},
         support={"type": "teacher_topk", "k": 8},
         objective={"type": "forward_kl"},
         scoring=GUARDED,
@@ -152,6 +156,13 @@ def test_two_teachers_choose_the_ids(
     assert 8 <= summary["cached_ids_per_token"] <= 9
     assert all(row["loss"] > 0 for row in done.rows)
     assert {"teacher_score_mean_nats/teacher", "teacher_score_mean_nats/twin"} <= set(done.rows[0])
+    assert all(row["teacher_publish_s"] > 0 for row in done.rows)
+    assert done.rows[0]["teacher_staleness_max_versions"] == 0
+    rollouts = [json.loads(line) for line in (done.run_dir / "rollouts.jsonl").open()]
+    assert len(rollouts) == 2 * BATCH
+    for row in rollouts:
+        follows = row["teacher"] == "twin"
+        assert row["teacher_version"] in ((0, 1) if follows else (None,))
 
 
 def test_a_teacher_that_answers_nonsense_is_refused(

@@ -1,4 +1,4 @@
-"""`opd run` with two sampler sites in processes of their own: one is killed and comes back.
+"""`opd run` with two sampler sites, which play trajectories: one is killed and comes back.
 
 The other one is stopped meanwhile, as by a machine that hangs: what is trained on then is the work
 of the one that came back, and of prompts that were taken from the one that is stopped. Then the
@@ -19,8 +19,10 @@ import psutil
 import pytest
 
 from sglang_bridge.ports import free_port
-from tests.e2e.conftest import Sections
+from tests.e2e.conftest import ARITHMETIC, Sections
+from tests.e2e.games import GAME, check_game, versions_of_turns
 from tests.e2e.runs import BATCH, Finished, Running, write_config
+from tests.support.figures import bounded
 from tests.support.preloaded import Program
 
 pytestmark = pytest.mark.e2e
@@ -97,17 +99,25 @@ def trained(rows: list[dict[str, Any]], site: str) -> list[dict[str, Any]]:
 
 
 def config_of(inputs: Path, tmp_path: Path, shared: Sections) -> Path:
-    """A run with two sites, whose samples come late."""
+    """A run with two sites, whose samples come late; a random student plays."""
     (tmp_path / "weights").mkdir()
+    student = tmp_path / "student"
+    student.mkdir()
+    template = ARITHMETIC / "student" / "chat_template.jinja"
+    for file in (*(inputs / "student").iterdir(), template):
+        (student / file.name).symlink_to(file)
     return write_config(
         inputs,
         tmp_path,
         run={"max_steps": UPDATES},
-        data={"heldout": None},
+        data={"heldout": None, "chat_template": True},
         evaluation={"problems": 0},
+        student={"model": str(student)},
         teacher=shared["teacher"],
-        rollout={"concurrency": 6},
-        schedule={"max_staleness": 3},
+        environment=GAME,
+        # a quarter of the ids ends a turn, those of no byte
+        rollout={"concurrency": 6, "stop_token_ids": list(range(258, 511, 2))},
+        schedule={"max_staleness": 3, "in_flight": "keep"},
         weight_sync={
             "type": "disk",
             "directory": str(tmp_path / "weights"),
@@ -171,6 +181,11 @@ def test_two_sites_one_killed_and_back_one_stopped_and_on_again_and_then_the_lea
     rows = [row for row in rows_of(running) if row["version"] is not None]
     assert len(rows) == len({row["uid"] for row in rows}) == UPDATES * BATCH, "none twice"
     assert {row["engine"] for row in rows} == {"near", "far"}
+    assert sum(len(row["turns"]) > 1 for row in rows) > len(rows) / 2
+    for row in rows:
+        check_game(row)
+        assert all(len(versions) == 1 for versions in versions_of_turns(row)), "each is finished"
+    bounded("opd run: max |p_learner - p_sampler|", summary["probs_diff_max"], 1e-4, "sites")
     versions = {span[0] for row in rows for span in row["spans"]}
     assert len(versions) >= 3
     assert 0 in versions

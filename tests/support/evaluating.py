@@ -14,7 +14,8 @@ from megatron_opd.data.response_text import ResponseText
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.evaluation.evaluations import Evaluations, Surroundings
-from megatron_opd.evaluation.measure import Completion, EvaluationPlan
+from megatron_opd.evaluation.examiner import EvaluationPlan
+from megatron_opd.evaluation.ports import Completion
 from megatron_opd.evaluation.sets import EvaluatedSet
 from megatron_opd.records.types import Prompt
 
@@ -66,6 +67,7 @@ class World:
         temperature: float,
         stop: tuple[str, ...],
         seed: int,
+        prefer: str = "",
     ) -> Completion:
         (asked,) = prompt_ids
         first = self.updates

@@ -68,6 +68,9 @@ def held_rollout(rollout: Rollout, key: str, cache: CacheSize) -> HeldRollout:
         started_s=rollout.started_s,
         finished_s=rollout.finished_s,
         engine=rollout.engine,
+        runs=rollout.runs,
+        reward=rollout.reward,
+        turns=rollout.turns,
     )
 
 

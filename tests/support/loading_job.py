@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 from sglang_bridge.server.entry import arguments_for_device, offer_standins
+from sglang_bridge.server.spec import ENABLED_VARIABLE
 
 
 class Heard(logging.Handler):
@@ -27,6 +28,7 @@ class Heard(logging.Handler):
 def start(rank: int, tp: int, ep: int, port: int, model: str) -> None:
     """Makes this process a rank of a server, up to where it would load its model."""
     os.environ |= {"OMP_NUM_THREADS": "1", "SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * tp)}
+    os.environ[ENABLED_VARIABLE] = "1"
     offer_standins()
     from sglang.srt.distributed import bootstrap
     from sglang.srt.plugins import load_plugins

@@ -15,6 +15,7 @@ import torch
 from pydantic import ValidationError
 
 from megatron_opd.batching.advantages import columns_of
+from megatron_opd.batching.turn_advantages import advantages_by_position
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.losses.cache import Cache
 from megatron_opd.losses.vocab_parallel import gather_logp
@@ -30,7 +31,8 @@ class Problem:
     """Responses of these lengths, in groups of two, over a tiny vocabulary.
 
     student_TV: logits. The others are log-probs. path: the sampled id of every token.
-    reward_weights, teacher_weights: by response; empty: all 1.
+    reward_weights, teacher_weights: by response; empty: all 1. turns: by response, the tokens of
+    each of its turns and their own reward, if any; read with credit: turn alone.
     """
 
     lengths: tuple[int, ...]
@@ -43,6 +45,7 @@ class Problem:
     group_size: int = 2
     reward_weights: tuple[float, ...] = ()
     teacher_weights: tuple[float, ...] = ()
+    turns: tuple[tuple[tuple[int, float | None], ...], ...] = ()
 
     def weights(self, objective: Any) -> tuple[float, ...]:
         """What a term of this objective is multiplied with on each response."""
@@ -74,7 +77,19 @@ def problem(
     sampler, prox, teacher = (torch.log_softmax(x, -1) for x in (sampler, prox, teacher))
     path = tuple(int(rng.choice(vocab, p=row.exp().numpy())) for row in sampler)
     rewards = tuple(float(r) for r in rng.normal(size=len(lengths)))
-    return Problem(lengths, student, prox, sampler, teacher, path, rewards)
+    turns = tuple(_turns(length, rng) for length in lengths)
+    return Problem(lengths, student, prox, sampler, teacher, path, rewards, turns=turns)
+
+
+def _turns(length: int, rng: np.random.Generator) -> tuple[tuple[int, float | None], ...]:
+    """Turns of one or two tokens; about every fourth has no reward."""
+    found: list[tuple[int, float | None]] = []
+    while length:
+        tokens = int(rng.integers(1, min(length, 2) + 1))
+        reward = float(rng.normal()) if rng.random() < 0.75 else None
+        found.append((tokens, reward))
+        length -= tokens
+    return tuple(found)
 
 
 def draw_rows(support: Any, case: Problem, rng: np.random.Generator) -> list[Row]:
@@ -157,7 +172,21 @@ def cache_of(est: Estimator, case: Problem, rows: list[Row], student_N: torch.Te
         reward_weight_B=_weights(case.reward_weights, case),
         teacher_weight_B=_weights(case.teacher_weights, case),
         share_B=torch.tensor(columns.share_B),
+        turn_advantage_T=_turn_advantages(est, case) if est.credit == "turn" else None,
     )
+
+
+def _turn_advantages(est: Estimator, case: Problem) -> torch.Tensor:
+    """Of the project's own function, by token."""
+    kind = next(o.reward_advantage for o in est.objectives if o.reward_advantage is not None)
+    runs = [
+        (b // case.group_size, turn, tokens, np.nan if reward is None else reward)
+        for b, turns in enumerate(case.turns)
+        for turn, (tokens, reward) in enumerate(turns)
+    ]
+    group_R, turn_R, tokens_R, reward_R = (np.array(column) for column in zip(*runs, strict=True))
+    advantage_R = advantages_by_position(kind, reward_R, group_R, turn_R)
+    return torch.tensor(np.repeat(advantage_R, tokens_R))
 
 
 def _weights(given: tuple[float, ...], case: Problem) -> torch.Tensor:
@@ -282,6 +311,13 @@ def accepted() -> tuple[Estimator, ...]:
         with suppress(ValidationError):
             found.append(Estimator.model_validate(tree | {"reduction": reduction}))
     return tuple(found)
+
+
+@cache
+def by_turn() -> tuple[Estimator, ...]:
+    """Every ninth of those that read rewards, with rewards of turns."""
+    rewarded = [est for est in accepted() if est.reads_reward]
+    return tuple(est.model_copy(update={"credit": "turn"}) for est in rewarded[::9])
 
 
 def estimator(**tree: Any) -> Estimator:

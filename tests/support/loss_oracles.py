@@ -295,10 +295,23 @@ class Oracle:
 
     # --- rewards ----------------------------------------------------------------------------
 
-    def _advantage(self, kind: str, b: int) -> float:
-        size = self.case.group_size
-        group = self.case.rewards[b // size * size : b // size * size + size]
-        own, mean = self.case.rewards[b], sum(group) / len(group)
+    def _advantage(self, kind: str, t: int) -> float:
+        """Of the token's response, or of its turn among those at the same position."""
+        b, size = self.case.sample_T[t], self.case.group_size
+        members = range(b // size * size, b // size * size + size)
+        own, group = self.case.rewards[b], [self.case.rewards[i] for i in members]
+        if self.est.credit == "turn":
+            turns, left = self.case.turns, self.responses[b].index(t)
+            turn = 0
+            while left >= turns[b][turn][0]:
+                left -= turns[b][turn][0]
+                turn += 1
+            there = [turns[i][turn][1] for i in members if turn < len(turns[i])]
+            group = [reward for reward in there if reward is not None]
+            if turns[b][turn][1] is None or (len(group) == 1 and kind != "reward"):
+                return 0.0
+            own = turns[b][turn][1]
+        mean = sum(group) / len(group)
         if kind == "reward":
             return own
         if kind == "group_mean":
@@ -345,7 +358,7 @@ class Oracle:
         read = [t for t, b in enumerate(self.case.sample_T) if b in self.read]
         for t in read:
             kappa, r = self._ratios(t, self.case.path[t])
-            actions.append((r, self._advantage(objective.advantage, self.case.sample_T[t]), 1.0))
+            actions.append((r, self._advantage(objective.advantage, t), 1.0))
             kappas.append(kappa)
         best = self._trusted(objective.trust, actions)
         tokens: list[Pair] = [(ZERO, ZERO)] * len(self.case.path)
@@ -356,16 +369,14 @@ class Oracle:
     def _gspo(self, objective: Any) -> list[Pair]:
         """GEPO Eq. 7, 9-10: the geometric mean of p / q, clipped as one."""
         tokens: list[Pair] = [(ZERO, ZERO)] * len(self.case.path)
-        for b, members in enumerate(self.responses):
+        for members in self.responses:
             if not members:
                 continue
             product = torch.ones((), dtype=torch.float64)
             for t in members:
                 product = product * self._ratios(t, self.case.path[t])[1]
             s = product ** (1 / len(members))
-            A = self._advantage(objective.advantage, b)
-            (best,) = self._trusted(objective.trust, [(s, A, 1.0)])
-            for t in members:
+            for t, best in zip(members, self._by_token(objective, members, s), strict=True):
                 kappa = self._ratios(t, self.case.path[t])[0]
                 tokens[t] = -kappa * best, -kappa * best
         return self._penalised(objective, tokens)
@@ -388,11 +399,26 @@ class Oracle:
             eps = min(1.0, objective.defensive * sum((x - mean) ** 2 for x in q) / len(q))
             p = geometric(self.p, b)
             weight = p / (eps * p.detach() + (1 - eps) * expected)
-            A = self._advantage(objective.advantage, b)
-            (best,) = self._trusted(objective.trust, [(weight, A, 1.0)])
-            for t in members:
+            for t, best in zip(members, self._by_token(objective, members, weight), strict=True):
                 tokens[t] = -best, -best
         return self._penalised(objective, tokens)
+
+    def _by_token(
+        self, objective: Any, members: list[int], ratio: torch.Tensor
+    ) -> list[torch.Tensor]:
+        """What is maximised of each token of a response whose one ratio this is.
+
+        With advantages of turns GSPO-token: sg(ratio) p_t / sg(p_t) in its place.
+        """
+        found: list[torch.Tensor] = []
+        for t in members:
+            r = ratio
+            if self.est.credit == "turn":
+                p = torch.exp(self.p[t, self.case.path[t]])
+                r = ratio.detach() * p / p.detach()
+            A = self._advantage(objective.advantage, t)
+            found += self._trusted(objective.trust, [(r, A, 1.0)])
+        return found
 
 
 def oracle(est: Any, case: Problem, rows: Sequence[Row]) -> tuple[float, torch.Tensor]:

@@ -3,9 +3,15 @@
 import asyncio
 import os
 import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from megatron_opd.environments.calls import Reply
 from megatron_opd.environments.protocol import EnvironmentRow, Said, TrajectoryEnd
+from tests.support.rogue_agents import orphan
 
 
 class UnprintableError(Exception):
@@ -26,7 +32,7 @@ class RogueEnvironment:
         self._does = str(row.answer or self._does)
         if self._does.startswith("start_"):
             return await self._misbehave(self._does.removeprefix("start_"))
-        return str(row.prompt)
+        return f"{row.prompt}{dict(row.columns) or ''}"
 
     async def step(self, reply: Reply):
         self._turns += 1
@@ -60,6 +66,11 @@ class RogueEnvironment:
                 time.sleep(3600)  # noqa: ASYNC251  which is its fault
             case "dies":
                 os._exit(7)
+            case "leaves_an_orphan":
+                return TrajectoryEnd(orphan())
+            case "dies_before_an_orphan":
+                Path(os.environ["ORPHAN"]).write_text(str(orphan()))  # noqa: ASYNC240
+                os._exit(7)
             case "grows":
                 return [{"role": "user", "content": "more " * 1000}] * 1000
             case "deep":
@@ -70,7 +81,15 @@ class RogueEnvironment:
         return VALUES[does]
 
 
+REWARDS: dict[str, object] = {
+    "nan": TrajectoryEnd(float("nan")),
+    "numpys_nan": TrajectoryEnd(np.float32("nan")),  # pyright: ignore[reportArgumentType]
+    "two_numbers": TrajectoryEnd(np.array([1.0, 2.0])),  # pyright: ignore[reportArgumentType]
+    "endless_reward": TrajectoryEnd(float("inf")),
+}
+"""Ends that step alone may be asked for, with rewards that are none."""
 VALUES: dict[str, object] = {
+    **REWARDS,
     "nothing": None,
     "empty": "",
     "number": 7,
@@ -82,9 +101,7 @@ VALUES: dict[str, object] = {
     "assistant": [{"role": "assistant", "content": "x"}],
     "picture": [{"role": "user", "content": [{"type": "image", "image": "x"}]}],
     "object": [{"role": "user", "content": object()}],
-    "nan": TrajectoryEnd(float("nan")),
     "text_reward": Said("x", "1"),  # pyright: ignore[reportArgumentType]
-    "endless_reward": TrajectoryEnd(float("inf")),
 }
 
 
@@ -110,3 +127,16 @@ class ToolsEnvironment(RogueEnvironment):
         if isinstance(self._tools, Exception):
             raise self._tools
         return self._tools
+
+
+class ToolsOfTheRow:
+    """Lets the student call what its row names."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    async def start(self, row: EnvironmentRow):
+        self.tools = row.tools
+        return [{"role": m.role, "content": m.content} for m in row.prompt]
+
+    async def step(self, reply: Reply):
+        return TrajectoryEnd(len(reply.calls))

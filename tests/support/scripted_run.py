@@ -35,6 +35,7 @@ from megatron_opd.metrics import summary as figures
 from megatron_opd.metrics.persist import dump_totals
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Accounting
+from megatron_opd.rollout.resumed import ResumeCounts
 from megatron_opd.run import attempt, own_servers, ready, run, start
 from megatron_opd.run.resume import Resumption
 from megatron_opd.run.stages import Ready
@@ -279,6 +280,7 @@ class Sites:
         self.weights = SimpleNamespace(
             sync=self._done, make_room=self._done, serve_on=self._serve_on
         )
+        self.resumed = ResumeCounts()
 
     async def _done(self, *_: object) -> None:
         await asyncio.sleep(0.1)
@@ -286,8 +288,8 @@ class Sites:
     open = wait_ready = start_over = farewell = farewell_received = close = _done
     remove_server = _done
 
-    def engines(self) -> tuple[None, None]:
-        return None, None
+    def engines(self) -> Any:
+        return SimpleNamespace(rollout=None, teacher=None, hold=None, turns=None)
 
     def columns(self) -> dict[str, Any]:
         return {}

@@ -22,7 +22,8 @@ from megatron_opd.sim.planner.candidates import (
     Teacher,
 )
 from megatron_opd.sim.planner.configs import chosen_tree
-from megatron_opd.sim.planner.demand import Demand, Window, demand_of
+from megatron_opd.sim.planner.demand import Demand, Window
+from megatron_opd.sim.planner.drawn_demand import demand_of
 from megatron_opd.sim.planner.plan import measured
 from megatron_opd.sim.planner.result import MeasuredWindow
 from megatron_opd.sim.world import simulate
@@ -39,11 +40,15 @@ ENGINE = EngineCost(
     request_s=0.01,
     max_running=16,
 )
+PLAYS = {
+    "data": MINIMAL["data"] | {"chat_template": True},
+    "environment": {"type": "guess", "max_turns": 4, "max_tokens": 160},
+}
 SCORE = ScoreCost(request_s=0.02, token_s=0.01)
 
 
-def config_of(*, overlap: bool = False, mini_batches: int = 1) -> Config:
-    """A configuration whose batches are small."""
+def config_of(*, overlap: bool = False, mini_batches: int = 1, plays: bool = False) -> Config:
+    """A configuration whose batches are small. plays: with an environment."""
     sync = {"type": "shards", "overlap": overlap}
     return Config.model_validate(
         MINIMAL
@@ -53,6 +58,7 @@ def config_of(*, overlap: bool = False, mini_batches: int = 1) -> Config:
             "learner": {"num_mini_batches": mini_batches},
             "weight_sync": sync,
         }
+        | (PLAYS if plays else {})
     )
 
 

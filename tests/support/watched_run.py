@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from megatron_opd.metrics.rollouts import RolloutRow
+from megatron_opd.metrics.rollouts import RolloutRow, TurnRow
 
 CONFIG = """\
 run: {dir: runs/demo, max_steps: %d}
@@ -102,13 +102,19 @@ def write_metrics(path: Path, updates: range, of: int) -> None:
             stream.write(json.dumps(metrics_row(update, of)) + "\n")
 
 
-def write_evaluations(path: Path, updates: range, sets: tuple[str, ...]) -> None:
-    """Accuracies of several held-out sets that rise, each from another level."""
+def write_evaluations(
+    path: Path, updates: range, sets: tuple[str, ...], played: dict[str, float] | None = None
+) -> None:
+    """Accuracies of several held-out sets that rise, each from another level.
+
+    played: means of their trajectories.
+    """
     with (path / "evaluations.jsonl").open("a") as stream:
         for update in updates:
             for i, name in enumerate(sets):
                 pct = 70.0 - 25 * i - 40 * 0.9**update
                 row = {"update": update, "set": name, "accuracy_pct": pct, "time_s": 3.2 * update}
+                row |= {"mean_reward": pct / 50} | (played or {})
                 stream.write(json.dumps(row) + "\n")
 
 
@@ -188,6 +194,72 @@ def hostile_row(update: int, uid: int) -> RolloutRow:
         tokens=tokens,
         sampler_logp=logp,
         teacher_logp=logp,
+    )
+
+
+def turns_row(update: int, uid: int) -> RolloutRow:
+    """Three turns with tools, the last in a sequence of its own; what tools say is hostile."""
+    spoken = [
+        (*("I ", "add ", "them. ", "<tool_call>"), '{"name": "calculate"}', "</tool_call>"),
+        (*("Once ", "more. "), *HOSTILE),
+        ("The ", "answer ", "is ", "84."),
+    ]
+    call = '{"expression": "9 + 75"}'
+    turns = [
+        TurnRow(
+            start=0,
+            sequence=0,
+            branch="",
+            reward=0.5,
+            sampling_s=2.0,
+            waiting_s=0.5,
+            environment_s=4.0,
+            cached=0,
+            answered_by="tool",
+            calls=[("calculate", call, None), ("calculate", "{}", HOSTILE[0])],
+        ),
+        TurnRow(
+            start=6,
+            sequence=0,
+            branch="",
+            reward=None,
+            sampling_s=1.0,
+            waiting_s=0.0,
+            environment_s=1.25,
+            cached=61,
+            answered_by="user",
+            calls=[("", "{}", "the call must be JSON: line 1"), (HOSTILE[1], HOSTILE[5], None)],
+        ),
+        TurnRow(
+            start=6 + 2 + len(HOSTILE),
+            sequence=1,
+            branch="rewritten",
+            reward=-1.0,
+            sampling_s=1.0,
+            waiting_s=0.25,
+            environment_s=0.0,
+            cached=70,
+            answered_by="",
+            calls=[],
+        ),
+    ]
+    tokens = [token for turn in spoken for token in turn]
+    logp = [-0.1 * (i % 9) for i in range(len(tokens))]
+    asked = "<|im_start|>user\nWhat is 9 + 75?<|im_end|>\n<|im_start|>assistant\n"
+    return msgspec.structs.replace(
+        hostile_row(update, uid),
+        prompt=asked,
+        spans=[(update - 1, 0, 8), (update, 8, len(tokens))],
+        given=[
+            (6, f"<|im_end|>\n<|im_start|>tool\n{' '.join(HOSTILE)}<|im_end|>\n"),
+            (turns[2].start, asked + "I add them. " * 200),
+        ],
+        turns=turns,
+        played_s=10.0,
+        reward=-0.5,
+        tokens=tokens,
+        sampler_logp=logp,
+        teacher_logp=[each - 0.7 * (i % 4) for i, each in enumerate(logp)],
     )
 
 

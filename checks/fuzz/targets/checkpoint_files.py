@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import zlib
+from dataclasses import replace
 from functools import cache
 from pathlib import Path, PurePosixPath
 from random import Random
@@ -19,8 +20,8 @@ from megatron_opd.checkpoint.state_files import check_size, read_sums, sums_name
 from megatron_opd.checkpoint.stated_heads import STATE
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.errors import UserError
-from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import Evaluated, EvaluationProgress
+from megatron_opd.evaluation.reports import EvaluationReport, TurnMeans
 from megatron_opd.inputs.kept_data import read_kept
 from megatron_opd.learner.state.facts import read_facts
 from megatron_opd.metrics.persist import dump_totals, restore_totals
@@ -78,8 +79,9 @@ def whole() -> dict[str, Any]:
 def progress() -> EvaluationProgress:
     """An evaluation that is complete and one that is not."""
     report = EvaluationReport(50.0, 25.0, 2, 1, 3.5, 0.0, 0.5, {}, {1: 50.0}, {1: 25.0}, 2, 3)
-    row = Evaluated(2, "heldout", 1, 0.5, 3.0, 1e9, report)
-    return EvaluationProgress((row,), (3,), 1, 0, {"teacher": {"heldout": report}})
+    played = replace(report, turns=TurnMeans(2.5, 1.0, 0.5))
+    rows = [Evaluated(2, "heldout", 1, 0.5, 3.0, 1e9, each) for each in (report, played)]
+    return EvaluationProgress(tuple(rows), (3,), 1, 0, {"teacher": {"heldout": played}})
 
 
 def step_dir() -> Path:

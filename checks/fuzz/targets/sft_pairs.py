@@ -12,9 +12,10 @@ import transformers  # noqa: F401  its import counts for no input
 from checks.fuzz.engine import Target
 from checks.fuzz.mutations import damaged_tree
 from checks.fuzz.places import written
-from megatron_opd.data.pairs import PairRules, PairSet, read_pairs
+from megatron_opd.data.examples import ExampleRules, ExampleSet, read_examples
 from megatron_opd.data.render import Rendered, Rendering, render_prompts
 from megatron_opd.data.tokenizer import build_tokenizer
+from megatron_opd.records.runs import runs_fault
 
 MOST_TOKENS = 200
 TEMPLATE = (
@@ -48,45 +49,49 @@ def tokenizer() -> Any:
     return made
 
 
-def rules(row: Any) -> PairRules:
+def rules(row: Any) -> ExampleRules:
     """Return how the examples of a row are found."""
     chats = not isinstance(row, dict) or "prompt" not in row
     end = tokenizer().eos_token_id
     how = Rendering(chat_template=True)
     named = "prompt", "response", "messages" if chats else None
-    return PairRules(*named, how, frozenset({end}), end, MOST_TOKENS)
+    return ExampleRules(*named, how, frozenset({end}), end, MOST_TOKENS)
 
 
-def call(row: Any) -> PairSet:
+def call(row: Any) -> ExampleSet:
     """Read a file of this row alone."""
     path = written("pairs.jsonl", json.dumps(row).encode() + b"\n")
-    return read_pairs(path, tokenizer(), rules(row))
+    return read_examples(path, tokenizer(), rules(row))
 
 
-def oracle(row: Any, found: PairSet) -> str | None:
-    """Every response ends once, behind the prompt of a run; an example is an answer of the row."""
+def oracle(row: Any, found: ExampleSet) -> str | None:
+    """Every response ends once, behind the prompt of a run; each is an answer of the row."""
     end = tokenizer().eos_token_id
-    for pair in found.pairs:
-        response = pair.response_ids.tolist()
-        if response[-1] != end or end in response[:-1]:
-            return "a response that ends elsewhere, or not at all"
-        if pair.num_tokens > MOST_TOKENS or not len(pair.prompt_ids):
+    for example in found.examples:
+        ids = example.ids_S.tolist()
+        if example.num_tokens > MOST_TOKENS or runs_fault([len(ids)], example.runs):
             return "an example of no prompt, or of too many tokens"
-        if not str(tokenizer().decode(pair.prompt_ids)).endswith("a"):
-            return "a prompt that begins no answer"
+        for run in example.runs:
+            response = ids[run.start : run.stop]
+            if response[-1] != end or end in response[:-1]:
+                return "a response that ends elsewhere, or not at all"
+            if not str(tokenizer().decode(ids[: run.start])).endswith("a"):
+                return "a prompt that begins no answer"
     if "prompt" in row:
         return _another_prompt(row, found)
     value = row["messages"]
     answers = [m for m in (json.loads(value) if isinstance(value, str) else value) if _answers(m)]
-    return "more examples than answers" if len(found.pairs) > len(answers) else None
+    learnt = sum(len(example.runs) for example in found.examples)
+    return "more is learnt than the answers" if learnt > len(answers) else None
 
 
-def _another_prompt(row: Any, found: PairSet) -> str | None:
+def _another_prompt(row: Any, found: ExampleSet) -> str | None:
     if not isinstance(row["prompt"], str) or row["prompt"].lstrip()[:1] in ("[", "{", '"'):
         return None
     (asked,) = render_prompts([row["prompt"]], tokenizer(), Rendering(chat_template=True))
-    (pair,) = found.pairs
-    same = isinstance(asked, Rendered) and asked.ids == pair.prompt_ids.tolist()
+    (example,) = found.examples
+    prompt = example.ids_S[: example.runs[0].start].tolist()
+    same = isinstance(asked, Rendered) and asked.ids == prompt
     return None if same else "a prompt that a run renders otherwise"
 
 

@@ -10,11 +10,11 @@ import asyncio
 import copy
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from random import Random
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 import msgspec
@@ -78,6 +78,15 @@ class Seen:
     held: int = 0
 
 
+class HasError(Protocol):
+    """Names what is read of what a controller believes."""
+
+    error: str
+
+
+SeenT = TypeVar("SeenT", bound=HasError)
+
+
 class Wire:
     """Stands for the socket: what is sent is answered as the input says."""
 
@@ -121,26 +130,41 @@ def client() -> ServerClient:
     return found
 
 
-def call(given: Given) -> Seen:
-    """Lead a sample through its life."""
+def believed(life: Coroutine[Any, Any, SeenT], why: Callable[[SeenT], str | None]) -> SeenT:
+    """Return what the controller came to believe. Refused: an error, and nothing wrong.
+
+    why: says what is wrong about it.
+    """
     silent = np.errstate(all="ignore")  # some arrays hold numbers that are none
     with (
         silent,
         quiet("megatron_opd.data_workers.connections"),
         quiet("megatron_opd.data_workers.pool"),
     ):
-        seen = loop().run_until_complete(_led(given))
-    if seen.error and oracle(given, seen) is None:
+        seen = loop().run_until_complete(life)
+    if seen.error and why(seen) is None:
         raise Refused(seen.error)
     return seen
 
 
-async def _led(given: Given) -> Seen:
-    at, connections, seen = pool(), pool().connections, Seen()
+def fresh_pool() -> WorkerPool:
+    """Return the pool as if nobody had joined."""
+    at, connections = pool(), pool().connections
     at._owners, at._held, at._lost, at._coming = {}, {}, set(), set()
     at._numbers, at._awaited, at.workers_lost = itertools.count(1), COUNT, 0
     connections._connections, connections._former = {}, set()
     connections.refusals = Refusals(connections.refusals._logger, "")
+    return at
+
+
+def call(given: Given) -> Seen:
+    """Lead a sample through its life."""
+    return believed(_led(given), partial(oracle, given))
+
+
+async def _led(given: Given) -> Seen:
+    at, seen = fresh_pool(), Seen()
+    connections = at.connections
     start, *rest = given
     kinds = (w.Generate, w.JudgeCall, w.ScoreCall, w.Fetch, w.Look)
     wire: Any = Wire(dict(zip(kinds, rest, strict=True)), connections._heard)

@@ -21,6 +21,8 @@ from checks.fuzz.engine import Target
 from checks.fuzz.mutations import damaged_bytes, damaged_tree, msgpack_bytes
 from checks.fuzz.quiet import quiet
 from checks.fuzz.targets.learner_requests import sample
+from megatron_opd.controller.snapshot import place
+from megatron_opd.controller.snapshot_codec import encode_member
 from megatron_opd.data.verifiers.reward import checked_reward
 from megatron_opd.data_workers import messages as w
 from megatron_opd.data_workers.faults import as_error
@@ -234,7 +236,8 @@ def _read(given: Given) -> tuple[list[w.Order], int]:
 
 KINDS = {
     **{w.Generate: w.Generated, w.JudgeCall: w.JudgedCall, w.ScoreCall: w.ScoredCall},
-    **{w.Look: w.Looked, w.Fetch: w.Fetched},
+    **{w.Look: w.Looked, w.Fetch: w.Fetched, w.SampleTurn: w.TurnSampled},
+    **{w.Play: w.TrajectoryStep, w.NextStep: w.TrajectoryStep},
 }
 
 
@@ -266,7 +269,9 @@ FLOW = (
 )
 OTHERS = (
     *(generate(1, "r-3"), generate(9, "r-1"), w.Cancel(1), w.Cancel(77), w.Fetch(8, "r-9")),
-    w.Look(10, SERVER),
+    *(w.Look(10, SERVER), w.Play(11, "r-4", encode_member(place(ROLLOUT.prompt)))),
+    *(w.SampleTurn(12, SERVER, "r-4", "t", "t-1"), w.NextStep(13, "r-4")),
+    w.GiveTurn("r-4", "t", w.CallFailed(0, "lost", ["x"], [])),
     *(w.Release(["r-9", "r-1"]), w.JudgeCall(1, "r-2", "no task", ""), w.Close()),
 )
 ENCODED = [w.encode(order) for order in (*FLOW, *OTHERS)]

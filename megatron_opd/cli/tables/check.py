@@ -28,11 +28,13 @@ from megatron_opd.config.roles import STUDENT, Role, all_roles, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.config.selection import RewardSpread
 from megatron_opd.config.speedups import choose_speedups
+from megatron_opd.config.tree import key_of_teacher
 from megatron_opd.config.wording import listed
 from megatron_opd.data.unread_columns import unread_columns
+from megatron_opd.environments.trajectory import trajectory_limits
 from megatron_opd.errors import checked
 from megatron_opd.inputs.extra_args import check_extra_args, check_stops
-from megatron_opd.inputs.model_facts import RunModels
+from megatron_opd.inputs.model_facts import ModelFacts, RunModels
 from megatron_opd.inputs.models import check_inputs_are_kept, prompt_limit
 from megatron_opd.inputs.prepare import Inputs, prompt_rules, read_inputs
 from megatron_opd.inputs.prompts import key_of_set
@@ -63,6 +65,18 @@ NOT_KEPT = (
 LINK_GBS = 50.0
 
 
+def _lengths(config: Config, student: ModelFacts) -> str:
+    most = config.rollout.max_new_tokens
+    if config.environment is None:
+        return f"<= {prompt_limit(config, student)} prompt + {most} new tokens"
+    limits = trajectory_limits(config.environment, most)
+    sequences = f" x {limits.max_sequences} sequences" if limits.max_sequences > 1 else ""
+    return (
+        f"<= {limits.max_turns} turns of {limits.max_turn_tokens} new tokens, "
+        f"{limits.most_sampled} in all, in {limits.max_tokens} tokens{sequences}"
+    )
+
+
 def plan_rows(config: Config, models: RunModels) -> list[tuple[str, str]]:
     """Return the (what, value) lines of the plan, in the order of the data flow."""
     parallel, buffer, rollout = config.learner.parallel, config.buffer, config.rollout
@@ -75,8 +89,7 @@ def plan_rows(config: Config, models: RunModels) -> list[tuple[str, str]]:
         (
             "rollout",
             f"temperature {rollout.temperature:g}, top_p {rollout.top_p:g}, "
-            f"{group}<= {prompt_limit(config, models.student)} prompt + "
-            f"{rollout.max_new_tokens} new tokens",
+            f"{group}{_lengths(config, models.student)}",
         ),
         *schedule_rows(config),
         *formula(config.estimator),
@@ -148,6 +161,7 @@ def drop_rows(config: Config) -> list[tuple[str, str]]:
         "overlong": selection.overlong.type == "filter",
         "sites": bool(config.sites.members),
         "environment": config.environment is not None,
+        "turn": estimator.credit == "turn",
     }
     return [
         ("may drop", f"{drop.word}: {drop.meaning}; {drop.remedy}")
@@ -259,12 +273,16 @@ def data_rows(config: Config, inputs: Inputs, limit: int) -> list[tuple[str, str
 
 
 def first_prompt_row(inputs: Inputs) -> list[tuple[str, str]]:
-    """Return the line of the first prompt, as the student is given it."""
+    """Return the line of the first prompt, as the student is given it, and as its teacher is."""
     tokenizer = inputs.checked.tokenizer
     prompt = next((prompt for found in inputs.train for prompt in found.examples), None)
     if tokenizer is None or prompt is None:
         return []
-    return [("first prompt", first_prompt(tokenizer, prompt.token_ids_P.tolist()))]
+    rows = [("first prompt", first_prompt(tokenizer, prompt.token_ids_P.tolist()))]
+    if prompt.teacher_ids_Q is not None:
+        theirs = inputs.checked.teachers.get(key_of_teacher(prompt.teacher), tokenizer)
+        rows.append(("its teacher's", first_prompt(theirs, prompt.teacher_ids_Q.tolist())))
+    return rows
 
 
 def unread_rows(config: Config, inputs: Inputs) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from megatron_opd.config.recompute import Recompute, unrefined
 from megatron_opd.config.roles import section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.inputs.model_facts import ModelFacts, RunModels
-from megatron_opd.inputs.models import longest_sample, prompt_limit
+from megatron_opd.inputs.models import longest_row, longest_sample
 from megatron_opd.launch.gpus import has_gpu
 from megatron_opd.output import byte_text, count_text, new_table
 from megatron_opd.sizing.activations import TransformerImpl
@@ -110,9 +110,7 @@ def _recomputation(config: Config, student: ModelFacts) -> Table:
     """Return what each value of learner.recompute keeps, and computes again."""
     learner, spec = config.learner, student.spec
     longest, kernels = longest_sample(config, student), kernels_here(config)
-    work = Work.of(
-        [(prompt_limit(config, student), config.rollout.max_new_tokens)], student.spec.window
-    )
+    work = Work.of([longest_row(config, student)], student.spec.window)
     model_flops = train_flops(spec, work)
     table = new_table(
         "learner.recompute, of the worst stage's rank",
@@ -165,19 +163,18 @@ def _ranks(members: Sequence[int]) -> str:
 def _step(config: Config, student: ModelFacts) -> Table:
     """Return what one optimizer step reads and what one weight sync sends."""
     learner = config.learner
-    longest = longest_sample(config, student)
+    longest, plays = longest_sample(config, student), config.environment
     samples = config.buffer.batch_size // learner.num_mini_batches
-    work = Work.of(
-        [(prompt_limit(config, student), config.rollout.max_new_tokens)], student.spec.window
-    )
+    rows = samples * (1 if plays is None else plays.most_sequences)
+    work = Work.of([longest_row(config, student)], student.spec.window)
     flops = train_flops(student.spec, work)
     table = new_table("an optimizer step and a weight sync", ("what", "most"))
     table.add_row("samples of an optimizer step", f"{samples:,}")
-    table.add_row("tokens of an optimizer step", f"{samples * longest:,}")
-    share = math.ceil(samples / learner.parallel.dp)
+    table.add_row("tokens of an optimizer step", f"{rows * longest:,}")
+    share = math.ceil(rows / learner.parallel.dp)
     table.add_row("of them on one data-parallel rank", f"{share * longest:,}")
     table.add_row("model FLOPs per token, both passes", f"{flops / work.positions / 1e9:.3g} G")
-    table.add_row("model FLOPs of an optimizer step", f"{flops * samples / 1e15:.3g} P")
+    table.add_row("model FLOPs of an optimizer step", f"{flops * rows / 1e15:.3g} P")
     table.add_row("optimizer steps per weight sync", str(learner.num_mini_batches))
     return table
 

@@ -158,8 +158,15 @@ def assumptions(plan: Plan) -> Iterator[str]:
         "(megatron_opd/sizing/gpus.py)"
     )
     response = plan.demand.response_N
+    given, what = plan.demand.prompt_N.mean(), "responses"
+    if plan.demand.plays:
+        asked, what = plan.demand.requests, "trajectories"
+        yield (
+            f"trajectories of {asked.per_sample:.1f} turns on average, which environments answer "
+            f"in {asked.answer_s_R.mean():.3g} s each (simulation.turns), as many at once as asked"
+        )
     yield (
-        f"responses of {response.mean():,.0f} tokens on average, {response.max():,} at most, and "
-        f"prompts of {plan.demand.prompt_N.mean():,.0f} (simulation.lengths); no failures"
+        f"{what} of {response.mean():,.0f} sampled tokens on average, {response.max():,} at most, "
+        f"and {given:,.0f} given ones (simulation.lengths); no failures"
     )
     yield f"tokens/s between updates {window.first} and {window.last} of the same simulated samples"

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from rich.table import Table
 
+from megatron_opd.config.roles import followers, section_of
 from megatron_opd.config.schema import Config
+from megatron_opd.config.teacher import TeacherConfig
 from megatron_opd.inputs.disk_space import disk_table
 from megatron_opd.models.spec import ModelSpec
 from megatron_opd.output import byte_text, new_table
+from megatron_opd.sizing.learner import follower_bytes
 from megatron_opd.sizing.matching import compared
 from megatron_opd.sizing.servers import server_memory
+from megatron_opd.weight_sync.following import as_students
 from megatron_opd.weight_sync.sizes import sync_sizes
 
 
@@ -20,8 +25,35 @@ def sync_tables(config: Config, spec: ModelSpec, link_gbs: float) -> Iterator[Ta
     yield _layouts(config, spec)
     if config.weight_sync.type == "shards":
         yield _transfers(config, spec, link_gbs)
+        if followers(config):
+            yield _followers(config, spec)
     if config.weight_sync.type == "disk":
         yield disk_table(config, spec, max(sync_sizes(config, spec).received))
+
+
+def _followers(config: Config, spec: ModelSpec) -> Table:
+    """Return what the learner's ranks keep for teachers that follow, and send them."""
+    table = new_table(
+        "teachers that follow the student",
+        ("teacher", "source", "new weights every", "kept by a learner rank", "received by a rank"),
+    )
+    for role, source in followers(config).items():
+        section = section_of(config, role)
+        assert isinstance(section, TeacherConfig), "no student follows"
+        updates = config.schedule.sync_every * math.ceil(source.period / config.schedule.sync_every)
+        received = max(sync_sizes(as_students(config, role), spec).received)
+        table.add_row(
+            role,
+            section.source.type,
+            f"{updates} updates" if updates > 1 else "update",
+            byte_text(follower_bytes(spec, config.learner, source)),
+            byte_text(received),
+        )
+    table.caption = (
+        "kept: on the device, beside the learner memory above; in checkpoints too. Their servers "
+        "are this run's alone"
+    )
+    return table
 
 
 def _layouts(config: Config, spec: ModelSpec) -> Table:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -62,6 +62,8 @@ class FailedReply(msgspec.Struct, frozen=True, tag=True):
 
 Request = Setup | Ask
 Reply = VerifierReady | Judgement | FailedReply
+MessageT = TypeVar("MessageT")
+Decoder = msgspec.msgpack.Decoder[MessageT] | msgspec.json.Decoder[MessageT]
 _ENCODER = msgspec.msgpack.Encoder()
 _REQUESTS: msgspec.msgpack.Decoder[Request] = msgspec.msgpack.Decoder(Request)
 _REPLIES: msgspec.msgpack.Decoder[Reply] = msgspec.msgpack.Decoder(Reply)
@@ -88,9 +90,17 @@ async def read_body(reader: asyncio.StreamReader, most_bytes: int, what: str) ->
     return await reader.readexactly(length)
 
 
+def decoded(decoder: Decoder[MessageT], body: bytes) -> MessageT:
+    """Return the message that bytes hold. ValueError: they hold none, or one nested without end."""
+    try:
+        return decoder.decode(body)
+    except RecursionError:
+        raise ValueError("a message is nested too deeply") from None
+
+
 async def read_reply(reader: asyncio.StreamReader) -> Reply:
     """Read a worker's next message. EOFError: it is gone; ValueError: this is no message."""
-    return _REPLIES.decode(await read_body(reader, MAX_REPLY_BYTES, "a reply"))
+    return decoded(_REPLIES, await read_body(reader, MAX_REPLY_BYTES, "a reply"))
 
 
 def receive_request(connection: socket.socket) -> Request:

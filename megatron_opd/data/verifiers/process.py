@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import psutil
 
@@ -38,12 +39,17 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PYTHONUNBU
 
 
 def start_module(module: str, theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """Start `python -m module`, which is given its end of a socket and this process's id.
+    """Start `python -m module`; see start_program."""
+    return start_program((sys.executable, "-m", module), theirs)
+
+
+def start_program(program: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a program, which is given its end of a socket and this process's id.
 
     It is a session of its own, whose output is discarded. OSError: it cannot be started.
     """
     return subprocess.Popen(
-        [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
+        [*program, str(theirs.fileno()), str(os.getpid())],
         env=_ENVIRONMENT | os.environ,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,

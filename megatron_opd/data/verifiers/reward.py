@@ -21,10 +21,15 @@ class VerifierFailed(Exception):
         self.reason, self.detail = reason, detail
 
 
+def out_of_numpy(value: Any) -> Any:
+    """Return the number of Python's that a number of numpy's is; anything else as it is."""
+    single = type(value).__module__ == "numpy" and getattr(value, "size", 0) == 1
+    return value.item() if single else value
+
+
 def checked_reward(judgement: Any) -> float:
     """Return a judgement as a reward: true is 1, false 0. VerifierFailed: it is not in [0, 1]."""
-    if type(judgement).__module__ == "numpy" and getattr(judgement, "size", 0) == 1:
-        judgement = judgement.item()
+    judgement = out_of_numpy(judgement)
     if not isinstance(judgement, bool | int | float) or not 0 <= judgement <= 1:
         plain = isinstance(judgement, float | str | None)
         given = repr(judgement)[:40] if plain else f"a value of type {type(judgement).__name__}"

@@ -34,6 +34,7 @@ from megatron_opd.checkpoint.run_lock import LockClaim
 from megatron_opd.checkpoint.stated_heads import STATE, Heads
 from megatron_opd.learner.devices import cpu
 from megatron_opd.learner.state.facts import FORMAT, LearnerFacts, read_facts
+from megatron_opd.learner.state.kept import KeptTensors
 from megatron_opd.learner.state.model import CONTENT, module_of, sharded_model, without_pickles
 from megatron_opd.learner.state.optimizer import (
     OptimizerShare,
@@ -51,6 +52,7 @@ class LearnerState:
     """Saves and loads one learner. Methods are collective; `finish_param_gather` before `save`.
 
     heads: of the model. timeout_s: longest that ranks wait for each other while shards are written.
+    kept: further tensors that belong to the state, such as averages; None: there are none.
     """
 
     def __init__(
@@ -61,7 +63,9 @@ class LearnerState:
         dtype: str,
         heads: Heads,
         timeout_s: float,
+        kept: KeptTensors | None = None,
     ) -> None:
+        self._kept = kept
         self._chunks, self._optimizer, self._world, self._dtype = chunks, optimizer, world, dtype
         self._heads, self._timeout_s = heads, timeout_s
         self._device_mode = cpu.install()
@@ -91,9 +95,12 @@ class LearnerState:
         with self._device_mode:
             model = sharded_model(self._chunks)
             shares = shares_of(self._optimizer, loading=False)
+            wanted: dict[str, Any] = {"model": model, "optimizer": sharded(shares, model)}
+            if self._kept is not None:
+                wanted["kept"] = self._kept.sharded(without_pickles(model)[0])
             try:
                 dist_checkpointing.save(
-                    {"model": model, "optimizer": sharded(shares, model)},
+                    wanted,
                     str(path),
                     sharded_strategy=self._writer,
                     content_metadata=dict(CONTENT),
@@ -132,7 +139,11 @@ class LearnerState:
     def _load_tensors(self, path: Path, shares: Sequence[OptimizerShare]) -> None:
         """Load weights and the optimizer's values. ValueError: `path` is of another model."""
         model, pickled = without_pickles(sharded_model(self._chunks))
-        wanted = {"model": model, "optimizer": sharded(shares, model)}
+        wanted: dict[str, Any] = {"model": model, "optimizer": sharded(shares, model)}
+        if self._kept is not None:
+            wanted["kept"] = self._kept.sharded(model)
+        # reading replaces entries
+        places = {chunk: dict(entries) for chunk, entries in model.items()}
         try:
             loaded = read_shards(path, wanted)
         except (CheckpointingException, CheckpointException, KeyError, RuntimeError) as error:
@@ -140,6 +151,8 @@ class LearnerState:
             raise ValueError(
                 f"checkpoint {path} is not of this model, or damaged: {reason}"
             ) from error
+        if self._kept is not None:
+            self._kept.take_over(loaded["kept"], places)
         for index, chunk in enumerate(self._chunks):
             # Each module keeps the pickled state that it already has.
             state = loaded["model"][str(index)] | pickled[str(index)]

@@ -16,7 +16,8 @@ EVALUATION = {
     ),
     "accuracy_pct": Metric(
         "%",
-        "Share of answers that the verifier accepts, mean over problems and samples (avg@k).",
+        "Share of answers that the verifier or the environment accepts, mean over problems and "
+        "samples (avg@k).",
         action="falls while reverse_kl_nats falls too: the teacher is no better on this set",
     ),
     "stderr_pct": Metric(
@@ -30,16 +31,28 @@ EVALUATION = {
     "pass_at_k_stderr_pct": Metric(
         "percentage points", "Standard error of pass_at_k over problems, by k."
     ),
-    "mean_reward": Metric("", "Mean reward of the answers; accepted is 1."),
+    "mean_reward": Metric(
+        "",
+        "Mean reward of the answers; accepted is 1, with an environment 1 or more.",
+    ),
     "verifier_failures": Metric(
-        "samples", "Answers that no verifier could judge, which count as wrong, by the reason."
+        "samples",
+        "Answers that have no judgement, as their verifier or their environment failed; they count "
+        "as wrong, by the reason.",
     ),
     "problems": Metric("problems", "Problems of the set."),
     "samples": Metric("samples", "Answers to each problem."),
-    "mean_response_tokens": Metric("tokens", "Mean length of the answers."),
+    "mean_response_tokens": Metric("tokens", "Mean length of the answers: sampled, of all turns."),
+    "mean_turns": Metric("turns", "Mean number of the student's turns in an answer."),
+    "mean_tool_calls": Metric("calls", "Mean number of tool calls in an answer."),
+    "mean_call_errors": Metric(
+        "calls",
+        "Mean number of tool calls in an answer that could not be made as they were written.",
+    ),
     "truncated_pct": Metric(
         "%",
-        "Share of answers that ended at the limit of tokens.",
+        "Share of answers that ended at the limit of tokens, or at another one of section "
+        "environment.",
         action="high: accuracy_pct is a lower bound; allow longer answers",
     ),
     "seconds": Metric("s", "Time from the first prompt to the last verdict."),

@@ -71,6 +71,12 @@ TEACHER = {
         "Responses of the batch for which no teacher was asked: masked, of teacher weight 0, or "
         "with an objective that reads none.",
     ),
+    "teacher_staleness_mean_versions": Metric(
+        "versions",
+        "Of teachers that follow the student (teacher.source): the learner's version when it "
+        "trains on a sample minus that of the weights that scored it, mean over the samples.",
+    ),
+    "teacher_staleness_max_versions": Metric("versions", "The largest of them."),
     "teacher_score_mean_nats": Metric(
         "nats",
         "Mean log-prob that the teacher gives the sampled tokens of the batch.",

@@ -32,6 +32,12 @@ WEIGHT_SYNC = {
         healthy=Range(1, 1),
         action="above 1: a server failed meanwhile; its log says why",
     ),
+    "teacher_publish_s": Metric(
+        "s",
+        "Time of the weight syncs of teachers that follow the student (teacher.source), just "
+        "before the student's; only where there was one.",
+        action="slow: raise teacher.source.every",
+    ),
     "servers": Metric(
         "",
         "For every student server its version after the sync (null: it took no part), and the "

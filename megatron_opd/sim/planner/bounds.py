@@ -2,8 +2,9 @@
 
 Proven, whatever the servers do: an update begins after the one before and what that holds the
 learner for; a sample beyond the permits is admitted only after the weight sync that releases them;
-what is admitted after a weight sync must be sampled and scored before it is trained on, each sample
-on its own, and all of them by as many servers as there are (perfect overlap). `seconds` is the
+what is admitted after a weight sync must be sampled, with its environment's answers, and scored
+before it is trained on, each sample on its own, and all of them by as many servers as there are
+(perfect overlap). `seconds` is the
 longest path through these; `quick` takes each stage alone.
 """
 
@@ -118,12 +119,13 @@ class Bounds:
         One comes after the other. With in_flight keep it waits for all that is sampled: where no
         rollout waits for another, that is all that the weight sync before let be admitted. It may
         begin before those do, and so not wait for them, as soon as that one ends: with overlap, or
-        where updates take no time.
+        where updates take no time. Of trajectories it waits for turns alone.
         """
         schedule, student = candidate.schedule, candidate.student
         before = update - schedule.config.sync_every
         begins_s = max(after_s, synced.get(before, 0.0))
-        waits = schedule.config.in_flight == "keep" and candidate.concurrency >= schedule.permits
+        keeps = schedule.config.in_flight == "keep" and not self._demand.plays
+        waits = keeps and candidate.concurrency >= schedule.permits
         follows = self._overlaps or not any(self._trained(candidate.learner.cost)[before:update])
         if waits and not follows and before in synced:
             first = self._first_sample(before, schedule)

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_opd.config.schema import Config
-from megatron_opd.records.seeds import ROLLOUT, derived_seed
-from megatron_opd.sim.costs import Lengths
-from megatron_opd.sim.lengths import LengthDraws
 from sglang_bridge.protocol import IntArray
 
 DoubleArray = npt.NDArray[np.float64]
+NumberArray = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +33,35 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True)
-class Demand:
-    """Holds the tokens of prompt and response of the first samples, int [N].
+class Requests:
+    """Holds what N samples ask student servers for: R responses, or turns one after another.
 
-    These are at least the samples up to the window's last update, 0 to last * B - 1.
+    first_N: a sample's first request. start_R: tokens before what is sampled, of which given_R are
+    in no request before. answer_s_R: seconds of the environment's answer.
+    """
+
+    first_N: IntArray
+    start_R: IntArray
+    given_R: IntArray
+    sampled_R: IntArray
+    answer_s_R: DoubleArray
+
+    def summed(self, values: NumberArray) -> NumberArray:
+        """Return the sums over each sample's requests, which are the last axis."""
+        return np.add.reduceat(values, self.first_N, axis=-1)
+
+    @property
+    def per_sample(self) -> float:
+        """Returns the mean number of requests of a sample."""
+        return len(self.start_R) / len(self.first_N)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """Holds the tokens of the first samples, given and sampled, int [N].
+
+    These are at least the samples up to the window's last update, 0 to last * B - 1. requests: what
+    they ask student servers for. plays: an environment answers them.
     """
 
     batch_size: int
@@ -46,6 +69,8 @@ class Demand:
     window: Window
     prompt_N: IntArray
     response_N: IntArray
+    requests: Requests
+    plays: bool = False
 
     @property
     def tokens(self) -> int:
@@ -68,22 +93,3 @@ class Demand:
         stop = update * self.batch_size
         start = stop - self.batch_size
         return (self.prompt_N[start:stop] + self.response_N[start:stop]).tolist()
-
-
-def demand_of(config: Config, lengths: Lengths, window: Window, ahead: int = 0) -> Demand:
-    """Return what a simulation of `config` samples (sim/world.py draws the same).
-
-    ahead: batches beyond the window's last update, which are admitted before its end.
-    """
-    draws = LengthDraws(lengths, config.rollout.max_new_tokens, config.simulation.seed)
-    seeds = [
-        derived_seed(config.run.seed, ROLLOUT, uid)
-        for uid in range((window.last + ahead) * config.buffer.batch_size)
-    ]
-    return Demand(
-        batch_size=config.buffer.batch_size,
-        mini_batches=config.learner.num_mini_batches,
-        window=window,
-        prompt_N=np.array([draws.prompt(seed) for seed in seeds], np.int32),
-        response_N=np.array([draws.response(seed)[0] for seed in seeds], np.int32),
-    )

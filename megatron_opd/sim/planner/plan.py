@@ -24,7 +24,8 @@ from megatron_opd.sim.planner.bounds import Bounds
 from megatron_opd.sim.planner.candidates import Candidate, Space
 from megatron_opd.sim.planner.configs import SEARCHED, chosen_tree
 from megatron_opd.sim.planner.costing import Costing, PlanTask, largest_bound, space_of
-from megatron_opd.sim.planner.demand import Demand, Window, demand_of
+from megatron_opd.sim.planner.demand import Demand, Window
+from megatron_opd.sim.planner.drawn_demand import demand_of
 from megatron_opd.sim.planner.phases import (
     AverageSample,
     RunPhase,

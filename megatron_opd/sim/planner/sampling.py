@@ -14,7 +14,8 @@ from its beginning, so with R = sum_i r_i <= C
 
     T S (1 + l C) >= sum over steps of d (1 + l R) >= sum over tokens of (sqrt(l s r) + sqrt(x))^2.
 
-Both hold for every l; the largest of several is taken. A prefill gives a request a token too, at
+A turn of a trajectory is a request of its own, of which no two of a trajectory run at once. Both
+hold for every l; the largest of several is taken. A prefill gives a request a token too, at
 most once for each version that samples it, which is why `spare` tokens are left out.
 """
 
@@ -32,46 +33,45 @@ BATCHES = 2.0 ** np.arange(-1.0, 14.0, 0.5)
 class SamplingBounds:
     """Sums the least times of one kind of student server. spare: tokens of a response left out.
 
-    Axes: L values of l, N samples.
+    Axes: L values of l, N samples, R requests of them: a response, or turns.
     """
 
     def __init__(self, cost: EngineCost, demand: Demand, spare: int) -> None:
         self._cost = cost
-        prompt_N = demand.prompt_N.astype(np.float64)
-        response_N = demand.response_N.astype(np.float64)
-        decoded_N = np.maximum(0.0, response_N - 1 - spare)
-        grown_N = decoded_N * prompt_N + decoded_N * (decoded_N + 1) / 2
-        added_N = decoded_N * cost.step_request_s + grown_N * cost.step_cached_token_s
+        asked = demand.requests
+        start_R, sampled_R = asked.start_R.astype(np.float64), asked.sampled_R.astype(np.float64)
+        decoded_R = np.maximum(0.0, sampled_R - 1 - spare)
+        grown_R = decoded_R * start_R + decoded_R * (decoded_R + 1) / 2
+        added_R = decoded_R * cost.step_request_s + grown_R * cost.step_cached_token_s
         cached = np.arange(demand.longest + 1, dtype=np.float64)
         roots = np.cumsum(np.sqrt(cost.step_request_s + cached * cost.step_cached_token_s))
-        self._added_N = added_N
-        starts_N = demand.prompt_N.astype(np.int64)
-        roots_N = roots[starts_N + decoded_N.astype(np.int64)] - roots[starts_N]
-        prefill_N = cost.request_s + prompt_N * cost.prefill_token_s
-        self._prefill_N = prefill_N
-        self.alone_N: DoubleArray = prefill_N + decoded_N * cost.step_s + added_N
-        """Seconds of each response on a server of its own."""
-        tokens, added_s = max(1.0, float(decoded_N.sum())), float(added_N.sum())
+        roots_R = roots[asked.start_R + decoded_R.astype(np.int64)] - roots[asked.start_R]
+        prefill_R = cost.request_s + asked.given_R * cost.prefill_token_s
+        self._beside_N = asked.summed(prefill_R + added_R)
+        served_R = prefill_R + decoded_R * cost.step_s + added_R
+        self.alone_N: DoubleArray = asked.summed(served_R + asked.answer_s_R)
+        """Seconds of each sample on a server of its own, and of its environment's answers."""
+        tokens, added_s = max(1.0, float(decoded_R.sum())), float(added_R.sum())
         each_s = max(added_s / tokens, 1e-9 * cost.step_s)
 
-        def sums(weight_L: DoubleArray, taken_N: DoubleArray) -> DoubleArray:
-            held_LN = weight_L[:, None] * (cost.step_s * taken_N)
-            least_LN = held_LN * decoded_N + added_N + 2 * np.sqrt(held_LN) * roots_N + prefill_N
-            return np.pad(np.cumsum(least_LN, axis=1), ((0, 0), (1, 0)))
+        def sums(weight_L: DoubleArray, taken_R: DoubleArray) -> DoubleArray:
+            held_LR = weight_L[:, None] * (cost.step_s * taken_R)
+            least_LR = held_LR * decoded_R + added_R + 2 * np.sqrt(held_LR) * roots_R + prefill_R
+            return np.pad(np.cumsum(asked.summed(least_LR), axis=1), ((0, 0), (1, 0)))
 
         self._weight_L = cost.step_s / (each_s * BATCHES**2)
-        self._sums_L = sums(self._weight_L, np.ones_like(prompt_N))
+        self._sums_L = sums(self._weight_L, np.ones_like(start_R))
         self._room: float | None = None
         if cost.cache_tokens is not None:
-            room_N = prompt_N + response_N
+            room_R = start_R + sampled_R
             # a request beyond the cache runs alone
-            self._room = max(cost.cache_tokens, float(room_N.max()))
-            self._room_weight_L = self._weight_L / float(room_N.mean()) ** 2 * room_N.mean()
-            self._room_sums_L = sums(self._room_weight_L, room_N)
+            self._room = max(cost.cache_tokens, float(room_R.max()))
+            self._room_weight_L = self._weight_L / float(room_R.mean()) ** 2 * room_R.mean()
+            self._room_sums_L = sums(self._room_weight_L, room_R)
 
     def added_s(self, first: int, stop: int) -> float:
         """Return what samples first..stop-1 add to the steps of their servers."""
-        return float((self._added_N + self._prefill_N)[first:stop].sum())
+        return float(self._beside_N[first:stop].sum())
 
     def seconds(
         self, first: int, stop: int, servers: int, slots: int, permits: int, held_s: float

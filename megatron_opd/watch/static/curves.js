@@ -10,8 +10,16 @@ const SHOWN = [
   ["tokens_per_s"], ["response_tokens_mean"], ["entropy_nats"], ["grad_norm"],
   ["probs_diff_mean", "probs_diff_max"], ["ratio_p99"],
   ["window_learner_idle_ratio", "window_sampler_idle_ratio"], ["dropped_samples"],
+  ["turns_mean"], ["turn_sampling_s_mean", "turn_waiting_s_mean", "environment_s_mean"], ["tool_calls_mean"],
+  ["tool_call_error_fraction"], ["given_tokens_mean"], ["turn_cached_fraction"],
 ];
-const ACCURACY = "accuracy_pct";
+// Figures of evaluations; all but the first are there with an environment alone.
+const EVALUATED = [
+  ["accuracy_pct", "Held-out problems answered correctly.", "%"],
+  ["mean_reward", "Reward of held-out problems' trajectories.", ""],
+  ["mean_turns", "The student's turns in held-out problems' trajectories.", ""],
+  ["mean_tool_calls", "Tool calls in held-out problems' trajectories.", ""],
+];
 const charts = new Map();
 const added = [];
 let stamp = "";
@@ -133,7 +141,10 @@ async function draw(state) {
     at("charts").append(chart.card);
     chart.draw(byTime ? found.time_s : found.update, names.map((name) => found.columns[name] ?? []), byTime);
   }
-  drawAccuracy(evaluations, byTime, seen);
+  const played = evaluations.some((row) => typeof row.mean_turns === "number");
+  for (const [name, text, unit] of EVALUATED.slice(0, played ? EVALUATED.length : 1).reverse()) {
+    drawEvaluations(name, { text, unit, low: null, high: null }, evaluations, byTime, seen);
+  }
   for (const [id, chart] of charts) {
     if (!seen.has(id)) { chart.plot?.destroy(); chart.card.remove(); charts.delete(id); }
   }
@@ -141,20 +152,20 @@ async function draw(state) {
   options(at("add"), [["", `${others.length} more …`], ...others.map((name) => [name, words(name)])], "");
 }
 
-// One chart of the accuracies of all held-out sets that were evaluated during the run.
-function drawAccuracy(rows, byTime, seen) {
-  const usable = rows.filter((row) => typeof row[ACCURACY] === "number" && typeof row.update === "number");
+// One chart of a figure of all held-out sets that were evaluated during the run.
+function drawEvaluations(name, described, rows, byTime, seen) {
+  const usable = rows.filter((row) => typeof row[name] === "number" && typeof row.update === "number");
   if (!usable.length) return;
   const sets = [...new Set(usable.map((row) => String(row.set)))];
   const x = (row) => (byTime ? row.time_s : row.update);
   const xs = [...new Set(usable.map(x))].sort((a, b) => a - b);
-  const names = sets.map((set) => `${ACCURACY}/${set}`);
+  const names = sets.map((set) => `${name}/${set}`);
   const id = names.join(",");
   seen.add(id);
-  if (!charts.has(id)) charts.set(id, new Chart(names, { text: "Held-out problems answered correctly.", unit: "%", low: null, high: null }, null));
+  if (!charts.has(id)) charts.set(id, new Chart(names, described, null));
   const place = new Map(xs.map((value, i) => [value, i]));
   const series = sets.map(() => xs.map(() => null));
-  for (const row of usable) series[sets.indexOf(String(row.set))][place.get(x(row))] = row[ACCURACY];
+  for (const row of usable) series[sets.indexOf(String(row.set))][place.get(x(row))] = row[name];
   at("charts").prepend(charts.get(id).card);
   charts.get(id).draw(xs, series, byTime);
 }

@@ -3,6 +3,7 @@
 import { make } from "./dom.js";
 import { count, figure, signed } from "./format.js";
 import { TokenView } from "./tokens.js";
+import { timeBar } from "./turns.js";
 import { visible } from "./visible.js";
 
 export function closeRollout(place) {
@@ -20,6 +21,7 @@ function figures(row, summary) {
   const facts = [
     ["reward", row.reward === null ? null : figure(row.reward)],
     ["gap to the teacher", summary.gap === null ? null : `${signed(summary.gap)} nats a token`],
+    ["turns", row.turns?.length ? String(row.turns.length) : null],
     ["tokens", String(row.tokens.length)],
     ["sampled by version", versions(row)],
     ["trained in version", row.version === null ? null : String(row.version)],
@@ -60,7 +62,9 @@ export function showRollout(place, row, summary, move) {
     : make("div", { class: "text prompt", dir: "auto", tabindex: "0", role: "region", "aria-label": "prompt" }, ...visible(row.prompt));
   const head = make("div", { class: "head" }, make("h2", {}, `Sample ${row.uid}, update ${row.update}`),
     make("span", { class: "moves" }, step("‹", "previous rollout", -1), step("›", "next rollout", 1), back));
-  const parts = [head, dropped, figures(row, summary), spanBar(row), make("h3", {}, "Prompt"), prompt, make("h3", {}, "Response")];
+  const taught = row.teacher_prompt === null ? []
+    : [make("h3", {}, "Prompt of the teacher"), make("div", { class: "text prompt", dir: "auto", tabindex: "0", role: "region", "aria-label": "prompt of the teacher" }, ...visible(row.teacher_prompt))];
+  const parts = [head, dropped, figures(row, summary), spanBar(row), ...timeBar(row), make("h3", {}, "Prompt"), prompt, ...taught, make("h3", {}, "Response")];
   const view = row.tokens.length ? new TokenView(row) : null;
   place.replaceChildren(...parts.filter(Boolean), ...(view ? view.parts : [make("p", { class: "dim" }, "none was sampled")]));
   place.scrollTop = 0;

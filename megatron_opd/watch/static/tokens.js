@@ -3,6 +3,7 @@
 
 import { make } from "./dom.js";
 import { figure, signed } from "./format.js";
+import { turnBlocks } from "./turns.js";
 import { visible } from "./visible.js";
 
 const STEPS = [0.1, 0.5, 1.5, 4]; // nats of difference
@@ -43,8 +44,8 @@ export class TokenView {
     this.begins = begins;
     // what an environment said stands before the token that follows it, and is no token
     const given = new Map(row.given);
-    this.box.append(...this.elements.flatMap((element, i) =>
-      given.has(i) ? [make("span", { class: "given", title: "given, not sampled" }, ...visible(given.get(i))), element] : [element]));
+    this.box.append(...(row.turns?.length ? turnBlocks(row, this.elements) : this.elements.flatMap((element, i) =>
+      given.has(i) ? [make("span", { class: "given", title: "given, not sampled" }, ...visible(given.get(i))), element] : [element])));
     this.by = make("select", { "aria-label": "colour tokens by" },
       ...[["difference", "teacher − student"], ["student", "student's surprise"], ["teacher", "teacher's surprise"], ["version", "version"]]
         .filter(([value]) => row.teacher_logp || !["difference", "teacher"].includes(value))

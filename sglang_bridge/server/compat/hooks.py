@@ -24,6 +24,8 @@ QUANT_CONFIG = "sglang.srt.model_loader.loader._get_quantization_config"
 PARSE_CONFIG = "sglang.srt.utils.hf_transformers.config.HfModelConfigParser.parse"
 LOGITS = "sglang.srt.layers.logits_processor.LogitsProcessor._get_logits"
 SAMPLE = "sglang.srt.layers.sampler.Sampler._sample_from_probs"
+# in the process that serves HTTP, alone
+SERVE = "sglang.srt.entrypoints.http_server.launch_server"
 # where there is CUDA, alone
 BUILD_LOCK = "sglang.kernels.jit.utils.compile.loader._build_lock"
 # of servers on a CPU, alone
@@ -60,6 +62,7 @@ TARGETS = (
     LOAD_MODEL,
     LOAD_WEIGHTS,
     INIT_GROUP,
+    SERVE,
 )
 CUDA_TARGETS = (BUILD_LOCK,)
 CPU_TARGETS = (SHARED_GATE, OUTPUT_GATE, ROPE_ON_CPU)
@@ -74,6 +77,11 @@ def require_supported_version() -> None:
             f"sglang_bridge supports sglang {SUPPORTED}, found {installed}: "
             f"pip install --no-deps sglang=={SUPPORTED}"
         )
+
+
+def wanted(*, cuda: bool, gates: bool) -> tuple[str, ...]:
+    """Returns what is hooked in the process that serves HTTP."""
+    return (*TARGETS, *(CUDA_TARGETS if cuda else CPU_TARGETS), *(GATE_TARGETS if gates else ()))
 
 
 def require_hooks_in_place(targets: Sequence[str] = TARGETS) -> None:

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 import torch.distributed
 
+from sglang_bridge.errors import BridgeError
 from sglang_bridge.listening import bound_socket
+
+Encode = Callable[[dict[str, Any]], bytes]
+"""Makes a reply's body of what SGLang's /generate would answer as JSON."""
 
 
 def preload() -> None:
@@ -119,14 +123,14 @@ class BoundStore(torch.distributed.TCPStore):  # pyright: ignore[reportPrivateIm
 def add_route(
     path: str,
     media_type: str,
-    arguments_of: Callable[[bytes], dict[str, Any]],
-    encode: Callable[[dict[str, Any]], bytes],
+    read: Callable[[bytes], tuple[dict[str, Any], Encode]],
     most_bytes: int,
 ) -> None:
-    """Adds a route that generates; call in the process that serves HTTP, before run_server().
+    """Adds a route that generates; call in the process that serves HTTP, before it serves.
 
-    arguments_of: makes those of GenerateReqInput of a body of at most `most_bytes`; a ValueError is
-    answered with 400. Keys are checked as for every route of SGLang's.
+    read: makes of a body of at most `most_bytes` the arguments of GenerateReqInput, and what
+    encodes the answer to them; a ValueError is answered with 400. Keys are checked as for every
+    route of SGLang's.
     """
     from sglang.srt.entrypoints import http_server
     from sglang.srt.managers.io_struct import GenerateReqInput
@@ -139,12 +143,16 @@ def add_route(
             if len(body) > most_bytes:
                 return Response(f"a body of more than {most_bytes} bytes", status_code=413)
         try:
-            asked = GenerateReqInput(**arguments_of(bytes(body)))
+            arguments, encode = read(bytes(body))
+            asked = GenerateReqInput(**arguments)
             manager: Any = http_server.get_global_state().tokenizer_manager
             answer = await anext(manager.generate_request(asked, request))
         except ValueError as error:
             return http_server._create_error_response(error)
-        return Response(encode(answer), media_type=media_type)
+        try:
+            return Response(encode(answer), media_type=media_type)
+        except BridgeError as error:
+            return reply(str(error), 500)
 
     add_own_route(path, generate, "POST")
 

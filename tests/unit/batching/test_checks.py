@@ -67,15 +67,17 @@ def test_damaged_columns_are_refused_with_one_error(data: st.DataObject):
         ("weight_N", np.nan, "column weight_N must be finite"),
         ("sampler_logp_N", np.nan, "column sampler_logp_N must be finite"),
         ("advantage_B", np.inf, "column advantage_B must be finite"),
+        ("turn_advantage_T", np.nan, "column turn_advantage_T must be finite"),
         ("response_B", -1, "must"),
     ],
 )
 def test_each_column_is_checked(column: str, value: float, words: str):
-    checked(BATCH)
-    values = getattr(BATCH, column).copy()
+    batch = replace(BATCH, turn_advantage_T=np.zeros(len(BATCH.path_T)))
+    checked(batch)
+    values = getattr(batch, column).copy()
     values[-1] = value
     with pytest.raises(ValueError, match=words):
-        checked(replace(BATCH, **{column: values}))
+        checked(replace(batch, **{column: values}))
     if column == "sampler_logp_N":  # the teacher chose the ids: only the path's is known
         values[-1], unread = 0.0, sorted(set(range(len(values))) - set(BATCH.path_T.tolist()))
         values[unread] = np.nan

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from megatron_opd.buffer.spread import GroupRule, GroupVerdict, NothingToLearn, SpreadFilter
 from megatron_opd.config.selection import RewardSpread
 from megatron_opd.records.drops import ALL_RIGHT, ALL_WRONG, NO_REWARD_SPREAD
-from megatron_opd.records.types import Sample
+from megatron_opd.records.types import Sample, TurnFigures
 from tests.support.fakes import make_sample
 
 SIZE = 2
@@ -50,6 +50,34 @@ def rule(**limits: object) -> GroupRule:
 def test_the_reason_says_what_was_alike(rewards, least, reason):
     judge = SpreadFilter(rule(min_spread=least), SIZE)
     assert judged(judge, 0, rewards) == [GroupVerdict(0, reason)]
+
+
+@pytest.mark.parametrize(
+    ("turns", "least", "reason"),
+    [
+        (((0.0, 1.0), (1.0, 0.0)), 0.0, None),  # the sums are equal, the turns are not
+        (((1.0,), (1.0, 1.0)), 0.0, ALL_RIGHT),  # the sums differ, but no position does
+        (((None, 0.0), (None, 0.0)), 0.0, ALL_WRONG),
+        (((0.5, None), (0.5, 0.2)), 0.0, NO_REWARD_SPREAD),
+        (((0.5, 0.2), (0.5, 0.3)), 0.05, None),
+        (((0.5, 0.2), (0.5, 0.3)), 0.2, NO_REWARD_SPREAD),
+        (((None,), (None, None)), 0.0, NO_REWARD_SPREAD),
+        (((None,), (0.0, 1.0)), 0.0, NO_REWARD_SPREAD),
+    ],
+)
+def test_with_credit_of_turns_a_group_teaches_where_some_position_differs(turns, least, reason):
+    judge = SpreadFilter(GroupRule(RewardSpread(min_spread=least), by_turn=True), SIZE)
+    members = [played(uid, rewards) for uid, rewards in enumerate(turns)]
+    for member in members:
+        judge.add(member)
+    assert judge.completed(members[-1].rollout.prompt) == [GroupVerdict(0, reason)]
+
+
+def played(uid: int, rewards: tuple[float | None, ...]) -> Sample:
+    known = [reward for reward in rewards if reward is not None]
+    made = sample(uid, sum(known) if known else None)
+    turns = tuple(TurnFigures(1.0, 0.0, reward=reward) for reward in rewards)
+    return replace(made, rollout=replace(made.rollout, turns=turns))
 
 
 def test_prompts_that_learn_from_a_teacher_are_not_judged():

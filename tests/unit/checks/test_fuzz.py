@@ -17,6 +17,7 @@ from harness.tree import ROOT
 COUNT = 40
 
 
+@pytest.mark.keeps_contexts  # a target makes its sockets once in a process
 @pytest.mark.parametrize("name", target_names())
 def test_hostile_inputs_are_refused_in_one_line_or_used_as_they_are(name: str):
     target = load_target(name)

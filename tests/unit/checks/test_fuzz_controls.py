@@ -3,7 +3,6 @@
 import importlib
 import pickle
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -72,26 +71,17 @@ def repeated_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def late_prompts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lose the first token of a prompt."""
-    from megatron_opd.data import pairs
+    from megatron_opd.data import examples
 
-    made = pairs._pair
-
-    def late(prompt: Any, response: Any) -> pairs.Pair:
-        pair = made(prompt, response)
-        return replace(pair, prompt_ids=pair.prompt_ids[1:])
-
-    monkeypatch.setattr(pairs, "_pair", late)
+    made = examples.one_answer
+    monkeypatch.setattr(examples, "one_answer", lambda prompt, response: made(prompt[1:], response))
 
 
 def questions_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Learn to write what users say."""
-    from megatron_opd.data import pairs
+    from megatron_opd.data import chat_examples
 
-    def every(self: pairs.PairMaker, chat: Any) -> Any:
-        for n in range(1, len(chat)):
-            yield self._answer(pairs.chat_like(chat, chat[:n]), chat[n])
-
-    monkeypatch.setattr(pairs.PairMaker, "_of_chat", every)
+    monkeypatch.setattr(chat_examples, "_answers_of", lambda chat, key: range(1, len(chat)))
 
 
 def real_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,6 +89,24 @@ def real_names(monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_opd.checkpoint import stated_heads
 
     monkeypatch.setattr(stated_heads, "_Inert", pickle.Unpickler)
+
+
+def trusted_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take what an environment's process writes for what an environment may say."""
+    from megatron_opd.environments import hosted
+
+    async def step(self: Any, reply: Any) -> Any:
+        return (await self._asked(hosted.StepAsk(reply))).answered
+
+    monkeypatch.setattr(hosted._HostedEnvironment, "step", step)
+
+
+def own_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count whatever reason an environment's process names."""
+    from megatron_opd.environments import hosted
+    from megatron_opd.environments.failed import EnvironmentFailed
+
+    monkeypatch.setattr(hosted, "failure_told", EnvironmentFailed)
 
 
 def lenient(decode: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,12 +138,34 @@ def lenient_disk_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "_decoder", SimpleNamespace(decode=read))
 
 
+def forgotten_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take histories for the same whatever tools they have."""
+    from megatron_opd.environments.agent import branches
+
+    monkeypatch.setattr(branches, "beginning", lambda chat: b"")
+
+
+def any_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take every assistant's message for the one that was returned."""
+    from megatron_opd.environments.agent import branches
+
+    monkeypatch.setattr(branches, "reply_key", lambda message: "")
+
+
 CONTROLS: list[tuple[str, Break]] = [
+    ("agent_calls", without("megatron_opd.environments.agent.call", "_check")),
+    ("agent_calls", forgotten_tools),
+    ("agent_calls", any_answer),
     ("worker_answers", without("megatron_opd.data_workers.pool", "generated_fault")),
     ("worker_answers", without("megatron_opd.data_workers.pool", "judged_fault")),
     ("worker_answers", without("megatron_opd.data_workers.pool", "scored_fault")),
     ("worker_answers", without("megatron_opd.data_workers.pool", "fetched_fault")),
     ("worker_answers", without("megatron_opd.data_workers.connections", "address_fault")),
+    *(
+        ("worker_turns", without("megatron_opd.data_workers.checks", name))
+        for name in ("_layout_fault", "turns_fault", "_origin_fault", "_size_fault")
+    ),
+    ("worker_turns", without("megatron_opd.data_workers.pool", "fetched_fault")),
     ("worker_orders", without("megatron_opd.data_workers.store", "_check_ids")),
     ("worker_orders", second_calls),
     ("worker_orders", silent_garbage),
@@ -150,11 +180,15 @@ CONTROLS: list[tuple[str, Break]] = [
     ("weight_manifests", without("sglang_bridge.weights.manifest", "_check_array")),
     ("weight_messages", lenient_disk_messages),
     ("watch_queries", without("megatron_opd.watch.query", "whole", 10**9)),
-    ("sft_pairs", without("megatron_opd.data.pairs", "PairMaker._ended")),
+    ("sft_pairs", without("megatron_opd.data.answers", "AnswerEncoder.ended")),
     ("sft_pairs", late_prompts),
     ("sft_pairs", questions_too),
     ("stated_heads", without("checks.fuzz.targets.stated_heads", "check_heads", ())),
     ("stated_heads", real_names),
+    ("environment_answers", without("megatron_opd.environments.words", "_finite", float("nan"))),
+    ("environment_answers", without("megatron_opd.environments.words", "_Left.take")),
+    ("environment_answers", trusted_process),
+    ("environment_answers", own_reasons),
     ("fleet_mail", lenient_decoder("megatron_opd.fleet.mailbox", "_taken")),
 ]
 

@@ -10,6 +10,7 @@ def test_random_runs_hold_and_controls_do_not():
     found = measure(["--runs", "700"], least_controlled=400)
     assert found["failed"] == {}
     assert found["held"] == 700
+    assert found["with_environment"] == {"runs": 350, "held": 350}
     assert set(found["types"]) == set(TYPES)
     for name, figures in found["types"].items():
         assert figures["worst_staleness_less_bound"] == 0, f"the bound of {name} is tight"
@@ -19,10 +20,14 @@ def test_random_runs_hold_and_controls_do_not():
             "dropped_for_rewards",
             "restarts",
             "servers_lost",
+            "environment_failures",
             "tight",
         ):
             assert figures[what] > 0, (name, what)
-    for what in ("ended_early", "resumed", "failed_weight_syncs", "incomplete_batches"):
+    for what in (
+        *("ended_early", "resumed", "failed_weight_syncs", "incomplete_batches"),
+        *("synced_within_turns", "synced_between_turns"),
+    ):
         assert sum(figures[what] for figures in found["types"].values()) > 10, what
     for control, figures in found["controls"].items():
         assert figures["failed"] > 0, control

@@ -58,6 +58,32 @@ def test_the_written_configuration_is_checked_and_uses_all_gpus(
     assert "failures" not in yaml.safe_load(out.read_text())["simulation"]
 
 
+def test_a_run_with_an_environment_is_planned_with_its_turns_and_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """With the permits that are kept, long answers leave the servers idle."""
+    out = tmp_path / "planned.yaml"
+
+    def rate(answer_s: float) -> float:
+        out.unlink(missing_ok=True)
+        sections: dict[str, Any] = {
+            "data": tree_of(tmp_path)["data"] | {"chat_template": True},
+            "environment": {"type": "guess", "max_turns": 4, "max_tokens": 2000},
+            "simulation": {"turns": {"mean": 3.0, "answer_s": answer_s}},
+            "teacher": None,
+            "objective": {"type": "reinforce"},
+        }
+        words = ("--gpus", "2", "--trials", "1", "--keep", "schedule", "--out", str(out))
+        assert plan(tmp_path, *words, **sections) == 0
+        return float(re.search(r": ([\d,]+) response", out.read_text())[1].replace(",", ""))
+
+    quick = rate(0.0)
+    said = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"trajectories of 2\.\d turns on average, .* answer in 0 s each", said)
+    assert main(["check", str(out)]) == 0
+    assert rate(60.0) < quick / 2
+
+
 def test_kept_keys_keep_their_values(tmp_path: Path):
     out = tmp_path / "planned.yaml"
     kept = "schedule,learner.parallel,student.servers,rollout.concurrency,scoring.concurrency"
@@ -102,6 +128,11 @@ def test_kept_keys_keep_their_values(tmp_path: Path):
             ["--gpus", "4", "--set", "student.servers=2"],
             {"evaluation": {"every": 2, "servers": 1}},
             ["opd plan needs evaluation.servers 0", "got 1"],
+        ),
+        (
+            ["--gpus", "4", "--set", "data.chat_template=true"],
+            {"environment": {"type": "guess", "history": "branch"}},
+            ["environment.history must be append", "got branch", "--set environment.history"],
         ),
         (
             ["--gpus", "4"],

@@ -9,6 +9,7 @@ from megatron_opd.config.environment import (
     GuessConfig,
     OwnEnvironmentConfig,
     PythonConfig,
+    UserConfig,
 )
 from megatron_opd.config.problems import first_problem
 from megatron_opd.config.section import Section
@@ -30,6 +31,7 @@ def read(section):
         ({"type": "calculator"}, CalculatorConfig),
         ({"type": "python", "program_timeout_s": 1}, PythonConfig),
         ({"type": "guess", "history": "branch", "max_sequences": 2}, GuessConfig),
+        ({"type": "user", "teacher": "large", "opens": "user"}, UserConfig),
         ({"type": "mine.games:Chess", "arguments": {"level": 3}}, OwnEnvironmentConfig),
     ],
 )
@@ -45,8 +47,14 @@ def test_it_may_be_absent():
 @pytest.mark.parametrize(
     ("section", "problem"),
     [
-        ({}, "environment.type must be one of calculator, python, guess"),
-        ({"type": "chess"}, "environment.type must be one of calculator, python, guess"),
+        ({}, "environment.type must be one of calculator, python, guess, user"),
+        ({"type": "chess"}, "environment.type must be one of calculator, python, guess, user"),
+        (
+            {"type": "user", "tool_format": "glm"},
+            "environment: tool_format has no effect with type: user",
+        ),
+        ({"type": "user", "memory_bytes": 5}, "environment: memory_bytes has no effect with type"),
+        ({"type": "user", "stop": ""}, "environment.stop: string should have at least 1 character"),
         ({"type": "guess", "max_turn": 3}, "unknown key 'environment.max_turn'"),
         (
             {"type": "guess", "max_turns": 0},
@@ -62,8 +70,13 @@ def test_it_may_be_absent():
         ),
         (
             {"type": "guess", "max_tokens": 9, "max_turn_tokens": 10},
-            "environment: max_turn_tokens must be at most max_tokens, which counts all turns, got "
-            "10 and 9; raise max_tokens",
+            "environment: max_turn_tokens must be at most max_tokens, which counts all turns of a "
+            "sequence, got 10 and 9; raise max_tokens",
+        ),
+        (
+            {"type": "guess", "max_sampled_tokens": 9, "max_turn_tokens": 10},
+            "environment: max_turn_tokens must be at most max_sampled_tokens, which counts all "
+            "turns, got 10 and 9; raise max_sampled_tokens",
         ),
         (
             {"type": "guess", "max_sequences": 3},
@@ -83,6 +96,10 @@ def test_it_may_be_absent():
             "environment: program_memory_bytes must be at most memory_bytes",
         ),
         ({"type": "calculator", "arguments": {}}, "unknown key 'environment.arguments'"),
+        (
+            {"type": "guess", "columns": ["goal", "id", "goal"]},
+            "environment.columns: must name each column once, got 'goal' twice",
+        ),
         (
             {"type": "a:B", "arguments": {"x": float("nan")}},
             "environment.arguments: must hold text, numbers, true, false, lists and mappings",

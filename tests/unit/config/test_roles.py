@@ -16,7 +16,7 @@ from megatron_opd.cli.commands.serve import serve as serve_role
 from megatron_opd.config.roles import all_roles, section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.errors import UserError
-from megatron_opd.evaluation.measure import EvaluationReport
+from megatron_opd.evaluation.reports import EvaluationReport
 from megatron_opd.evaluation.summary import summary_of
 from megatron_opd.inputs.model_facts import read_model
 from megatron_opd.inputs.models import check_support
@@ -104,7 +104,7 @@ def test_a_large_vocabulary_is_not_cached_whole(models: Path, config: dict):
 def test_accuracies_of_several_teachers(tmp_path: Path, config: dict, models: Path, monkeypatch):
     reports = {"student": 10.0, "teacher": 90.0, "math": 80.0}
 
-    async def evaluate(port, prompts, judge, plan):
+    async def evaluate(port, prompts, judge, plan, playing):
         return EvaluationReport(reports[port._fleet.name], 1.0, 2, 2, 3.0, 0.0, 0.1, {})
 
     monkeypatch.setattr("megatron_opd.evaluation.evaluations.evaluate", evaluate)

@@ -7,15 +7,22 @@ import pytest
 import yaml
 
 from megatron_opd.config import schema
+from megatron_opd.config.environment_rules import ENVIRONMENT_RULES
 from megatron_opd.config.load import ConfigError, load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.config.site_rules import SITE_RULES
+from megatron_opd.config.source_rules import SOURCE_RULES
 from tests.support.config_files import MINIMAL
 
 MIXTURE = (
     "objective={type: mixture, terms: [{objective: {type: reverse_kl}}, {objective: {type: grpo}}]}"
 )
 RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
+    (
+        ["environment={type: user, teacher: large}", "data.chat_template=true"],
+        ["environment.teacher must be one of 'teacher'", "got 'large'"],
+        ["environment={type: user, teacher: teacher}"],
+    ),
     (
         ["student.urls=['http://127.0.0.1:1']", "teacher.urls=['http://127.0.0.1:1']"],
         ["student.urls", "teacher.urls", "different servers", "http://127.0.0.1:1"],
@@ -84,6 +91,46 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["teachers={maths: {model: there}}"],
         ["data.teacher_key", "teachers", "null"],
         ["data.teacher_key=who"],
+    ),
+    (
+        ["teachers={maths: {model: there}}", "scoring.mixture={maths: 1.0}"],
+        ["scoring.mixture", "none for teacher"],
+        ["scoring.mixture={maths: 0.5, teacher: 0.5}"],
+    ),
+    (
+        ["objective.type=grpo", "rollout.group_size=2", "data.teacher_prompt_key=hint"],
+        ["data.teacher_prompt_key hint", "grpo", "leave it null"],
+        ["data.teacher_prompt_key=null"],
+    ),
+    (
+        ["data.without_teacher_prompt=skip"],
+        ["without_teacher_prompt needs teacher_prompt_key", "skip", "leave this out"],
+        ["data.teacher_prompt_key=hint"],
+    ),
+    (
+        ["objective.type=grpo", "rollout.group_size=2", "teacher.chat_template=true"],
+        ["teacher.chat_template", "grpo", "True", "leave it null"],
+        ["teacher.chat_template=null"],
+    ),
+    (
+        ["environment={type: guess}", "data.chat_template=true", "teacher.system_prompt=Add."],
+        ["teacher.system_prompt", "environment", "Add.", "leave one of them out"],
+        ["teacher.system_prompt=null"],
+    ),
+    (
+        ["teacher.chat_template=true", "scoring.mixture={teacher: 1.0}"],
+        ["teacher.chat_template must be null with scoring.mixture", "leave one of them out"],
+        ["teacher.chat_template=null"],
+    ),
+    (
+        ["teacher.chat_template=false", "teacher.system_prompt=Add."],
+        ["teacher.system_prompt needs teacher.chat_template", "Add.", "leave it out"],
+        ["teacher.chat_template=true"],
+    ),
+    (
+        ["environment={type: guess}", "data.chat_template=true", "data.teacher_prompt_key=hint"],
+        ["data.teacher_prompt_key", "environment", "hint", "leave one of them out"],
+        ["data.teacher_prompt_key=null"],
     ),
     (
         ["objective.type=grpo", "rollout.group_size=2", "data.teacher_key=who"],
@@ -424,8 +471,10 @@ def test_the_table_covers_every_rule_of_a_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(schema, "ALL_RULES", tuple(map(watched, rules)))
     for overrides, _, _ in RUN_REFUSED:
         assert run_error(tmp_path, overrides) is not None
-    elsewhere = {rule.__name__ for rule in SITE_RULES}  # test_site_rules.py
-    assert broken == {rule.__name__ for rule in rules} - elsewhere
+    elsewhere = {
+        rule.__name__ for rule in (*SITE_RULES, *SOURCE_RULES, *ENVIRONMENT_RULES)
+    }  # files of their own
+    assert broken - elsewhere == {rule.__name__ for rule in rules} - elsewhere
 
 
 def test_top_p_is_free_where_no_log_prob_of_the_sampler_is_compared(tmp_path: Path):

@@ -189,7 +189,8 @@ def test_every_stage_survives_the_bytes():
     sample = make_sample(5, version=3)
     teacher = np.array([-0.5, -np.inf, np.nan, 0, 1, 2, 3, 4], np.float32)
     sample = replace(sample, teacher_logp_N=teacher, reward=0.25)
-    line = [place(sample), place(make_sample(6, version=3).rollout), place(make_prompt(7))]
+    waits = replace(make_prompt(7), columns={"goal": {"n": [1, None, "é"]}})
+    line = [place(sample), place(make_sample(6, version=3).rollout), place(waits)]
     back = decode_state(encode_state(replace_line(line)))
     scored, rolled, waiting = back.line
     assert [member.uid for member in back.line] == [5, 6, 7]
@@ -202,6 +203,7 @@ def test_every_stage_survives_the_bytes():
         assert ours.dtype == theirs.dtype
     assert rolled.rollout.spans == sample.rollout.spans
     assert waiting.prompt.text == "p7"
+    assert waiting.prompt.columns == waits.columns
     assert rolled.rollout.experts_XLk is None
 
 
@@ -250,7 +252,9 @@ def test_a_trajectory_is_kept_whole():
     """Its sequences, runs, turns, reward and the conversation that its environment goes on with."""
     sample = trajectory(4, [[(2, 3), (1, 2)], [(3, 1)]], routed=True, reward=0.5)
     messages = ({"role": "user", "content": "2+2=", "name": "a"},)
+    own = np.array([5, 400], np.int32)
     prompt = replace(sample.rollout.prompt, messages=messages, tools=({"type": "function"},))
+    prompt = replace(prompt, teacher_ids_Q=own)
     turns = (TurnFigures(1.0, 0.5, 2, 1, 7, 0.25), TurnFigures(2.0, 0.0))
     rollout = replace(sample.rollout, prompt=prompt, turns=turns, reward=0.25)
     found = decode_member(encode_member(place(replace(sample, rollout=rollout)))).sample
@@ -259,6 +263,7 @@ def test_a_trajectory_is_kept_whole():
     assert found.rollout.turns == turns
     assert (found.rollout.reward, found.reward) == (0.25, 0.5)
     assert found.rollout.prompt.messages == messages
+    np.testing.assert_array_equal(found.rollout.prompt.teacher_ids_Q, own)
     assert found.rollout.prompt.tools == ({"type": "function"},)
     for ours, theirs in zip(found.rollout.sequences, rollout.sequences, strict=True):
         np.testing.assert_array_equal(ours, theirs)

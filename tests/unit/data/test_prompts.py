@@ -13,6 +13,7 @@ from megatron_opd.data.prompts import load_prompts
 from megatron_opd.data.records import Columns, read_records
 from megatron_opd.data.render import Renderer, Rendering
 from megatron_opd.data.tokenizer import build_tokenizer
+from tests.support.prompt_files import CHATTY, chatty, load_rows, turn
 
 
 @pytest.fixture(scope="module")
@@ -234,34 +235,12 @@ def test_chat_template_wraps_the_prompt_as_a_user_message(tmp_path):
         load_prompts(path, tokenizer, rules(rendering=Rendering(True)))
 
 
-CHATTY = (
-    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-
-
 def chat_rules(**fields):
     columns = Columns(
         chats=("prompt",), answers=("answer",), limits={"most": 50}, stops=("stop",), names=("id",)
     )
     fields.setdefault("rendering", Rendering(True))
     return PromptRules(columns, 100, **fields)
-
-
-def chatty():
-    tokenizer = build_tokenizer()
-    tokenizer.chat_template = CHATTY
-    return tokenizer
-
-
-def turn(role, content):
-    return {"role": role, "content": content}
-
-
-def load_rows(tmp_path, rows, rules):
-    path = tmp_path / "a.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return load_prompts(path, chatty(), rules)
 
 
 def test_messages_are_rendered_and_rows_keep_their_own_keys(tmp_path):
@@ -387,6 +366,35 @@ def test_a_row_may_name_its_verifier(tmp_path, tokenizer):
     assert loaded.tally.unseen == frozenset()
     lacking = write_lines(tmp_path / "b.jsonl", '{"prompt": "a", "answer": "1"}\n')
     assert load_prompts(lacking, tokenizer, PromptRules(columns, 9)).tally.unseen == {"by"}
+
+
+def line_of(row):
+    return f"{json.dumps(row)}\n"
+
+
+def test_columns_that_are_passed_on_come_with_the_prompt(tmp_path, tokenizer):
+    rows = [
+        {"prompt": "a", "answer": "1", "goal": {"x": [1, None]}, "more": 1},
+        {"prompt": "b", "answer": "2"},
+        {"prompt": "c", "answer": "3", "goal": "é"},
+    ]
+    rules = PromptRules(Columns(("prompt",), ("answer",), passed_on=("goal", "answer", "id")), 9)
+    found = load_prompts(write_lines(tmp_path / "a.jsonl", *map(line_of, rows)), tokenizer, rules)
+    assert [prompt.columns for prompt in found.prompts] == [
+        {"goal": {"x": [1, None]}, "answer": "1", "id": None},
+        {"goal": None, "answer": "2", "id": None},
+        {"goal": "é", "answer": "3", "id": None},
+    ]
+    assert found.tally.unseen == {"id"}
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows[:0:-1]), path)
+    found = load_prompts(path, tokenizer, rules)
+    assert [prompt.columns["goal"] for prompt in found.prompts] == ["é", None]
+    plain = PromptRules(Columns(("prompt",), ("answer",)), 9)
+    assert load_prompts(path, tokenizer, plain).prompts[0].columns == {}
+    bad = write_lines(tmp_path / "b.jsonl", '{"prompt": "a", "answer": "1", "goal": 1e999}\n')
+    with pytest.raises(ValueError, match="'goal' must be a finite number"):
+        load_prompts(bad, tokenizer, rules)
 
 
 def weighed(tmp_path, tokenizer, *rows, needed=True, **allowed):

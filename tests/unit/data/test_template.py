@@ -76,7 +76,7 @@ def test_a_template_that_draws_lots_is_refused(template: str, found: str | None)
 @pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("source", [None, "a", {"default": "a", "tool_use": "b"}])
 def test_what_a_run_keeps_comes_back(source: Any, own: bool):
-    kept = RunTemplate(THEN, "/models/one", source, own)
+    kept = RunTemplate(THEN, "/models/one", source, own, {"teachers.a": ("/models/two", source)})
     assert kept.exported == ("a" if own and source == "a" else None)
     assert RunTemplate.from_json(json.loads(json.dumps(kept.as_json()))) == kept
 
@@ -91,6 +91,10 @@ def test_what_a_run_keeps_comes_back(source: Any, own: bool):
         {"source": {"default": None, "x": 5}},
         {"origin": ["a"]},
         {"own": None},
+        {"teachers": None},
+        {"teachers": {"teacher": "a"}},
+        {"teachers": {"teacher": ["/m", 5]}},
+        {"teachers": {"teacher": ["/m", "a", "b"]}},
     ],
 )
 def test_what_a_run_kept_must_be_whole(damage: dict[str, Any]):

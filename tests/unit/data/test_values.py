@@ -16,7 +16,7 @@ from megatron_opd.data.faults import Unusable
 from megatron_opd.data.files import located_rows
 from megatron_opd.data.plain import table_rows
 from megatron_opd.data.records import Columns, scan_records
-from megatron_opd.data.values import read_answer, read_limit, read_text, read_weight
+from megatron_opd.data.values import read_answer, read_limit, read_plain, read_text, read_weight
 
 VERL = {
     "prompt": [{"role": "user", "content": "1+1="}],
@@ -129,6 +129,34 @@ def test_what_is_no_answer_is_a_fault_of_one_line(value):
     with pytest.raises(Unusable) as caught:
         read_answer({"answer": value}, "answer", needed=False)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ({"a": [1, 0.5, True, None, "é"], "b": {}}, {"a": [1, 0.5, True, None, "é"], "b": {}}),
+        ((np.int64(2), np.float32(0.1), np.array([1, 2])), [2, 0.1, [1, 2]]),
+        ("", ""),
+        (math.nan, None),
+        (2**63 - 1, 2**63 - 1),
+    ],
+)
+def test_columns_that_are_passed_on_hold_what_json_has(value, read):
+    assert read_plain({"goal": value}, "goal") == read
+    assert read_plain({"in": {"goal": value}}, "in.goal") == read
+    assert read_plain({}, "goal") is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [b"x", datetime(2020, 1, 1), Decimal("1.5"), 2**63, -math.inf, [math.nan], {1: 2}, "\ud83d"],
+)
+def test_columns_that_json_does_not_have_are_faults_of_one_line(value):
+    for given_value in (value, [value], {"a": value}):
+        with pytest.raises(Unusable) as caught:
+            read_plain({"goal": given_value}, "goal")
+        assert str(caught.value).startswith("'goal'")
+        assert "\n" not in str(caught.value)
 
 
 def test_a_mapping_as_an_answer_says_what_to_name():

@@ -6,7 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_opd.data_workers import messages as w
+from megatron_opd.records.runs import SampledRun
 from megatron_opd.records.sample_figures import CacheSize, ScoreShape
+from megatron_opd.records.types import SequenceSize, TurnFigures
 from megatron_opd.rollout.score_requests import TeacherAsk
 from megatron_opd.wire.codec import BadMessage
 from sglang_bridge.client import Endpoint
@@ -20,6 +22,11 @@ ORDERS = [
     w.ScoreCall(3, ENDPOINT, "r-1", TeacherAsk("s-1", 1.5, 0, 8, 7, 100), 120),
     w.Look(5, ENDPOINT),
     w.Fetch(4, "r-1"),
+    w.Play(6, "7-1.", b"\0\xff"),
+    w.SampleTurn(7, ENDPOINT, "7-1.", "r-2", "r-3"),
+    w.NextStep(8, "7-1."),
+    w.GiveTurn("7-1.", "r-2"),
+    w.GiveTurn("7-1.", "r-2", w.CallFailed(0, "bad reply", ["x"], [])),
     w.Release(["r-1", "r-2"]),
     w.Cancel(1),
     w.Close(),
@@ -32,6 +39,23 @@ ANSWERS = [
     w.ScoredCall(3, 6, CacheSize(4, 99), ScoreShape(3, -0.5, 0.1, 2)),
     w.Looked(5, {"r-1": 3, "r-2": 0}, ["r-3"]),
     w.Fetched(4, b"\0\xff"),
+    w.TrajectoryStep(6, w.WantedTurn("r-3", "http://host:1")),
+    w.TrajectoryStep(
+        8,
+        w.WholeTrajectory(
+            sizes=[SequenceSize(9, 3, 6)],
+            runs=[SampledRun(0, 6, 9)],
+            size=CacheSize(4, 99),
+            geometric_logps=[-0.5],
+            spans=[(3, 0, 3)],
+            finish_reason="stop",
+            engine="http://host:1",
+            restarts=1,
+            reward=None,
+            turns=[TurnFigures(1.0, 0.5, branch="new")],
+        ),
+    ),
+    w.TurnSampled(7, 3, [(3, 0, 3)]),
     w.CallFailed(5, "unreachable", ["a", "b", "c"], [True, False, True], 503),
 ]
 

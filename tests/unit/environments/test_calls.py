@@ -165,12 +165,35 @@ def test_a_checkpoints_own_template_may_raise():
     assert call.error.startswith("the call cannot be read: ")
 
 
+REFERS = {"type": "object", "properties": {"a": {"items": {"$ref": "#/$defs/gone"}}}}
+
+
+def test_a_schema_may_refer_to_its_own_parts():
+    held = {"const": {"$ref": "#/no/reference"}}
+    own = REFERS | {"$defs": {"gone": {"type": "integer"}, "held": held}}
+    calls = CallReader(PLAIN, [{"name": "x", "parameters": own}])
+    assert calls._checks["x"]({"a": [1]}) is None
+    assert calls._checks["x"]({"a": ["1"]}).startswith("wrong arguments at a.0: ")
+
+
 @pytest.mark.parametrize(
     ("tools", "error"),
     [
         ([{"name": ""}], "each tool must have a name of its own, got ''"),
         ([ADD, ADD], "each tool must have a name of its own, got 'add'"),
         ([{"name": "x", "parameters": {"type": 7}}], "parameters of tool x are no JSON schema: 7"),
+        ([{"name": "x", "parameters": 5}], "parameters of tool x must be an object, got 5"),
+        ([{"name": "x", "parameters": {"$schema": 5}}], "tool x are no JSON schema: "),
+        ([{"name": "x", "parameters": {"$schema": []}}], "tool x are no JSON schema: "),
+        ([{"name": "x", "parameters": {"$ref": "#"}}], "tool x are no JSON schema: "),
+        (
+            [{"name": "x", "parameters": REFERS}],
+            "tool x are no JSON schema: '/.defs/gone' does not exist",
+        ),
+        (
+            [{"name": "x", "parameters": {"$ref": "http://host/a"}}],
+            "tool x are no JSON schema: ",
+        ),
     ],
 )
 def test_tools_that_cannot_be_used_are_refused(tools, error: str):

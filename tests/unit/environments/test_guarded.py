@@ -2,12 +2,14 @@
 
 import asyncio
 
+import numpy as np
 import pytest
 
 from megatron_opd.environments.calls import Reply
 from megatron_opd.environments.failed import EnvironmentFailed
 from megatron_opd.environments.guarded import EnvironmentLimits, GuardedEnvironment
-from megatron_opd.environments.protocol import EnvironmentRow
+from megatron_opd.environments.protocol import EnvironmentRow, Said, TrajectoryEnd
+from megatron_opd.environments.words import read_answer
 from megatron_opd.records.drops import (
     ENVIRONMENT_BAD_REPLY,
     ENVIRONMENT_DIED,
@@ -17,6 +19,7 @@ from megatron_opd.records.drops import (
     ENVIRONMENT_TOO_LONG,
 )
 from tests.support.rogue_environments import (
+    REWARDS,
     VALUES,
     RogueEnvironment,
     SyncEnvironment,
@@ -34,7 +37,7 @@ RAISED = {
     "grows": (ENVIRONMENT_TOO_LONG, "an answer must have at most 65536 bytes"),
     "deep": (ENVIRONMENT_BAD_REPLY, "it must say messages of at most 32 levels"),
 }
-BOTH = [*RAISED, *(name for name in VALUES if name not in ("system", "nan", "endless_reward"))]
+BOTH = [*RAISED, *(name for name in VALUES if name not in ("system", *REWARDS))]
 
 
 def failed(environment, method: str = "step", limits: EnvironmentLimits = LIMITS):
@@ -145,3 +148,13 @@ def test_a_text_as_long_as_the_limit_is_heard():
     assert len(asyncio.run(run("é" * 500)).messages[0].content) == 500
     with pytest.raises(EnvironmentFailed):
         asyncio.run(run("é" * 501))
+
+
+@pytest.mark.parametrize(
+    ("reward", "heard"),
+    [(np.float32(0.25), 0.25), (np.int64(-3), -3.0), (np.array([0.5]), 0.5), (np.True_, 1.0)],
+)
+def test_a_number_of_numpys_is_a_reward_as_pythons_is(reward, heard: float):
+    for said in (TrajectoryEnd(reward), Said("Go on.", reward)):
+        found = read_answer(said, 100).reward
+        assert (found, type(found)) == (heard, float)

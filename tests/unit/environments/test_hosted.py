@@ -5,16 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import psutil
 import pytest
 
 from megatron_opd.data.chats import USER, ChatMessage
 from megatron_opd.environments.calls import Reply, ToolCall
-from megatron_opd.environments.failed import EnvironmentFailed
+from megatron_opd.environments.failed import EnvironmentFailed, HostLost
 from megatron_opd.environments.guarded import EnvironmentLimits
 from megatron_opd.environments.hosted import EnvironmentHost
-from megatron_opd.environments.protocol import EnvironmentRow
+from megatron_opd.environments.protocol import EnvironmentRow, row_of
 from megatron_opd.records.drops import (
     ENVIRONMENT_BAD_REPLY,
     ENVIRONMENT_DIED,
@@ -22,6 +24,8 @@ from megatron_opd.records.drops import (
     ENVIRONMENT_TIMED_OUT,
     ENVIRONMENT_TOO_LONG,
 )
+from megatron_opd.records.types import Prompt
+from tests.support.chat_families import ADD
 from tests.support.paths import ROOT
 from tests.support.trees import wait_gone
 
@@ -68,7 +72,8 @@ def test_it_answers_as_in_this_process():
 
     async def first_of(of: EnvironmentHost, number: int) -> str:
         async with of.environment() as partner:
-            (message,) = await partner.start(EnvironmentRow(str(number)))
+            row = EnvironmentRow(str(number), columns={"goal": {"n": [number, None, "é"]}})
+            (message,) = await partner.start(row)
             return message.content
 
     chat, answers, started, many = asyncio.run(run())
@@ -76,9 +81,24 @@ def test_it_answers_as_in_this_process():
     assert answers[0].messages == (ChatMessage(USER, "<é🙂>"),)
     rewards = [(answer.reward, answer.ended) for answer in answers]
     assert rewards == [(0.5, False), (0.5, False), (3.0, True)]
-    assert many == [str(number) for number in range(20)]
+    assert many == [f"{n}{{'goal': {{'n': [{n}, None, 'é']}}}}" for n in range(20)]
     assert len(started) == 2
     wait_gone([process.pid for process in started])
+
+
+def test_a_row_may_bring_its_tools():
+    async def run():
+        async with (
+            host(kind="tests.support.rogue_environments:ToolsOfTheRow") as of,
+            of.environment() as partner,
+        ):
+            return await partner.start(row_of(prompt, 0))
+
+    asked = {"role": USER, "content": "2 + 3?"}
+    prompt = Prompt(0, np.zeros(1, np.int32), "", messages=(asked,), tools=(ADD,))
+    chat = asyncio.run(run())
+    assert chat == (ChatMessage(USER, "2 + 3?"),)
+    assert list(chat.tools) == [ADD]
 
 
 def test_tools_and_calls_go_through():
@@ -104,6 +124,25 @@ def test_what_it_does_is_counted_and_others_go_on():
     found, answer = asyncio.run(run())
     assert dict(zip(COUNTED, found, strict=True)) == COUNTED
     assert answer.reward == 0.5
+
+
+def test_nothing_that_it_started_is_left_whose_parent_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("ORPHAN", str(tmp_path / "pid"))
+
+    async def run():
+        async with host() as of:
+            async with of.environment() as partner:
+                await partner.start(EnvironmentRow("hello", "leaves_an_orphan"))
+                answer = await partner.step(REPLY)
+            await asyncio.to_thread(wait_gone, [int(answer.reward or 0)])
+            assert await reason(of, "dies_before_an_orphan") == ENVIRONMENT_DIED
+            async with of.environment():
+                pid = int((tmp_path / "pid").read_text())
+                await asyncio.to_thread(wait_gone, [pid])
+
+    asyncio.run(run())
 
 
 def test_one_that_hangs_is_killed_and_does_not_stop_others():
@@ -135,6 +174,26 @@ def test_another_host_takes_the_place_of_one_that_died():
                 return await partner.start(ROW)
 
     assert asyncio.run(run()) == (ChatMessage(USER, "hello"),)
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["a host", "one process"])
+def test_the_loss_of_a_host_is_told_from_that_of_one_process(whole: bool):
+    async def run() -> None:
+        before = children()
+        async with host() as of:
+            (process,) = children() - before
+            async with of.environment() as partner:
+                await partner.start(ROW)
+                (own,) = process.children()
+                (process if whole else own).kill()
+                if whole:  # its processes end after it
+                    psutil.wait_procs([process, own])
+                await partner.step(REPLY)
+
+    with pytest.raises(EnvironmentFailed) as caught:
+        asyncio.run(run())
+    assert caught.value.reason == ENVIRONMENT_DIED
+    assert isinstance(caught.value, HostLost) is whole
 
 
 @pytest.mark.parametrize(

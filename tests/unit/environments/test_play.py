@@ -235,6 +235,7 @@ def test_a_rewritten_history_stays_or_is_another_sequence(history: str, sequence
         (TrajectoryLimits(2, 10**6, 1000, 9), 2, "max_turns"),
         (TrajectoryLimits(9, 10**6, 4, 9), 1, "max_turn_tokens"),
         (TrajectoryLimits(9, 10**6, 1000, 1), 1, "max_sequences"),
+        (TrajectoryLimits(9, 10**6, 1000, 9, 12), 2, "max_sampled_tokens"),
         (WIDE, 3, "done"),
     ],
 )
@@ -246,7 +247,7 @@ def test_a_limit_ends_it_by_its_name(limits: TrajectoryLimits, turns: int, ended
     assert found.trajectory.num_sampled == sum(map(len, sample.sampled))
 
 
-def test_the_limit_of_all_tokens_cuts_a_turn_or_leaves_no_room_for_one():
+def test_the_limit_of_a_sequence_cuts_a_turn_or_leaves_no_room_for_one():
     family = BY_NAME["qwen2.5"]
     whole = play(player(family), Answers("More?"), Scripted(family, turns=["5<|im_end|>"] * 2))
     (ids,) = whole.trajectory.sequences
@@ -273,6 +274,11 @@ def test_rewards_of_turns_are_kept_and_summed():
     assert [turn.reward for turn in each.turns] == [0.25, None, 0.5]
     assert each.reward == 0.75
     assert found("a", TrajectoryEnd()).reward is None
+    assert found(Said("a", 1e30), TrajectoryEnd(-1e30)).reward == 0.0
+    for rewards, match in (((6e29, 6e29), "a finite sum"), ((1e31, 0.0), "at most 1e.30 in size")):
+        with pytest.raises(EnvironmentFailed, match=match) as caught:
+            found(Said("a", rewards[0]), Said("b", rewards[1]), TrajectoryEnd(0.0))
+        assert caught.value.reason == ENVIRONMENT_BAD_REPLY
 
 
 def reason(environment, family: str = "qwen2.5", limits=WIDE, turns=("5<|im_end|>",) * 3) -> str:

@@ -10,8 +10,8 @@ from megatron_opd.config.environment import EnvironmentConfig, ToolFormat
 from megatron_opd.environments.call_format import call_format
 from megatron_opd.environments.formats import FORMATS
 from megatron_opd.environments.protocol import BUILT_IN, make_environment
-from megatron_opd.environments.settings import environment_host, player, trajectory_limits
-from megatron_opd.environments.trajectory import TrajectoryLimits
+from megatron_opd.environments.settings import environment_host, player
+from megatron_opd.environments.trajectory import TrajectoryLimits, trajectory_limits
 from tests.support.chat_families import BY_NAME
 
 SECTION = TypeAdapter(EnvironmentConfig)
@@ -45,12 +45,19 @@ def test_the_options_reach_the_environment():
 
 @pytest.mark.parametrize(
     ("section", "turn"),
-    [({}, 512), ({"max_turn_tokens": 9}, 9), ({"max_tokens": 100}, 100)],
+    [
+        ({}, 512),
+        ({"max_turn_tokens": 9}, 9),
+        ({"max_tokens": 100}, 100),
+        ({"max_sampled_tokens": 70, "history": "branch"}, 70),
+    ],
 )
 def test_a_turn_is_limited_by_the_section_or_the_rollouts(section, turn: int):
     config = SECTION.validate_python({"type": "guess", "max_turns": 3, **section})
     limits = trajectory_limits(config, 512)
-    assert limits == TrajectoryLimits(3, section.get("max_tokens", 8192), turn, 8)
+    sequences, sampled = 8 if "history" in section else 1, section.get("max_sampled_tokens")
+    whole = section.get("max_tokens", 8192)
+    assert limits == TrajectoryLimits(3, whole, turn, sequences, sampled)
 
 
 def test_a_player_reads_calls_where_there_are_tools():

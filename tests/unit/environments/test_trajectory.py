@@ -81,26 +81,54 @@ def test_a_sequence_without_a_turn_is_left_out():
     ("limits", "ended"),
     [
         (TrajectoryLimits(1, 100, 100, 9), "max_turns"),
-        (TrajectoryLimits(9, 7, 100, 9), "max_tokens"),  # 2 + 2 + 3 are all of them
+        (TrajectoryLimits(9, 3, 100, 9), "max_tokens"),  # of the second sequence
+        (TrajectoryLimits(9, 100, 100, 9, 1), "max_sampled_tokens"),
         (TrajectoryLimits(9, 100, 100, 1), "max_sequences"),
-        (TrajectoryLimits(2, 8, 100, 2), None),
+        (TrajectoryLimits(2, 4, 100, 2, 2), None),  # 3 + 2 tokens in all
     ],
 )
 def test_the_limit_that_is_met_is_named(limits: TrajectoryLimits, ended: str | None):
     builder = TrajectoryBuilder([1, 2], limits)
     assert builder.limit is None
-    builder.sample([3, 4])
+    builder.sample([3])
     builder.replay([7, 8, 9])
     assert builder.limit == ended
 
 
-def test_the_room_of_a_turn_is_what_is_left_of_both_limits():
-    builder = TrajectoryBuilder([1, 2], TrajectoryLimits(9, 10, 5))
-    assert builder.room == 5
+def test_the_room_of_a_turn_is_what_is_left_of_its_sequence():
+    builder = TrajectoryBuilder([1, 2], TrajectoryLimits(9, 10, 5, 2))
+    assert builder.room == (5, "max_turn_tokens")
     builder.sample([3, 4, 5, 6, 7])
-    assert builder.room == 3
+    assert builder.room == (3, "max_tokens")
     builder.give([8, 9, 10, 11])
-    assert builder.room == 0
+    assert builder.room == (0, "max_tokens")
+    builder.replay([1, 2, 9])
+    assert builder.room == (5, "max_turn_tokens")
+
+
+def test_all_sequences_share_the_sampled_tokens():
+    builder = TrajectoryBuilder([1, 2], TrajectoryLimits(9, 10, 5, 2, 7))
+    builder.sample([3, 4, 5, 6])
+    builder.give([7] * 3)  # given tokens count in their sequence alone
+    assert builder.room == (1, "max_tokens")
+    builder.replay([1, 2, 9])
+    assert builder.room == (3, "max_sampled_tokens")
+    builder.sample([3, 4, 5])
+    assert builder.limit == "max_sampled_tokens"
+
+
+@pytest.mark.parametrize(
+    ("limits", "most"),
+    [
+        (TrajectoryLimits(3, 100, 5), 15),
+        (TrajectoryLimits(30, 100, 5), 100),
+        (TrajectoryLimits(300, 100, 5, 4), 400),
+        (TrajectoryLimits(300, 100, 5, 4, 250), 250),
+        (TrajectoryLimits(3, 100, 5, 4, 250), 15),
+    ],
+)
+def test_the_most_that_is_sampled_is_what_all_limits_allow(limits: TrajectoryLimits, most: int):
+    assert limits.most_sampled == most
 
 
 def test_a_prompt_as_long_as_the_limit_leaves_no_room():

@@ -13,8 +13,8 @@ from megatron_opd.evaluation import evaluate_many
 from megatron_opd.evaluation.best import NotConverted
 from megatron_opd.evaluation.evaluate import Found, Questions
 from megatron_opd.evaluation.evaluate_many import checkpoints_of
-from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.plot import draw, places_of
+from megatron_opd.evaluation.reports import EvaluationReport
 from tests.support.cli_cases import call, refused
 from tests.support.kept_states import FakeLearner, make_config, save_some
 

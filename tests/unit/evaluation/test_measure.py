@@ -18,13 +18,10 @@ from megatron_opd.data.response_text import ResponseText
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.data.verifying import TaskVerifiers
-from megatron_opd.evaluation.measure import (
-    Completion,
-    EvaluationPlan,
-    EvaluationReport,
-    FleetPort,
-    evaluate,
-)
+from megatron_opd.evaluation.examiner import EvaluationPlan
+from megatron_opd.evaluation.measure import evaluate
+from megatron_opd.evaluation.ports import Completion, FleetPort
+from megatron_opd.evaluation.reports import EvaluationReport
 from megatron_opd.records.drops import VERIFIER_TIMED_OUT
 from megatron_opd.records.types import Prompt
 from sglang_bridge.fleet import Fleet
@@ -66,7 +63,7 @@ class ScriptedPort:
         self.stops: list[tuple[str, ...]] = []
         self.reasons = reasons or {}
 
-    async def complete(self, prompt_ids, *, max_new_tokens, temperature, stop, seed):
+    async def complete(self, prompt_ids, *, max_new_tokens, temperature, stop, seed, prefer=""):
         self.running += 1
         self.peak = max(self.peak, self.running)
         self.asked.append((tuple(prompt_ids), max_new_tokens, temperature))
@@ -182,28 +179,35 @@ def test_problems_without_answers_are_refused():
 
 
 def test_the_fleet_port_asks_for_plain_generation():
-    asked = []
+    asked, preferred = [], []
 
     class FakeFleet(Fleet):
         def __init__(self):
             pass
 
-        async def generate(self, request, *, evaluates):
+        async def generate(self, request, *, evaluates, prefer):
             assert evaluates, "by a server that is kept for evaluations"
             asked.append(request)
+            preferred.append(prefer)
             spans = ((7, 0, 1), (9, 1, 2)) if len(asked) == 1 else ()
             ids_T = np.array([20, 1], np.int32)
-            return SimpleNamespace(output_ids_T=ids_T, spans=spans, finish_reason="stop_string")
+            return SimpleNamespace(
+                output_ids_T=ids_T, spans=spans, finish_reason="stop_string", url="http://a:1"
+            )
 
     async def twice():
         port = FleetPort(FakeFleet(), attempts=1, end_ids=(1, 7))
         options = {"max_new_tokens": 9, "temperature": 0.0, "stop": ("#",), "seed": 17}
-        return [await port.complete([5, 6], **options) for _ in range(2)]
+        return [
+            await port.complete([5, 6], **options),
+            await port.complete([5, 6], **options, prefer="http://a:1"),
+        ]
 
     assert asyncio.run(twice()) == [
-        Completion([20, 1], "stop_string", (7, 9)),
-        Completion([20, 1], "stop_string"),
+        Completion([20, 1], "stop_string", (7, 9), "http://a:1"),
+        Completion([20, 1], "stop_string", None, "http://a:1"),
     ]
+    assert preferred == ["", "http://a:1"]
     assert asked[0].rid != asked[1].rid
     for request in asked:
         assert list(request.input_ids) == [5, 6]

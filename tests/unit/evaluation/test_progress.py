@@ -2,11 +2,11 @@
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import (
     Evaluated,
     EvaluationProgress,
@@ -14,6 +14,7 @@ from megatron_opd.evaluation.progress import (
     progress_from,
     without_gain,
 )
+from megatron_opd.evaluation.reports import EvaluationReport, TurnMeans
 
 
 def evaluated(update: int, accuracy: float, name: str = "easy", **passes: float) -> Evaluated:
@@ -62,6 +63,24 @@ def test_a_row_names_everything_that_readers_know() -> None:
     assert (row["lag_steps"], row["seconds"], row["time_s"]) == (3, 1.5, 20.0)
     assert {"accuracy_pct", "stderr_pct", "problems", "samples", "unix_time_s"} <= set(row)
     assert {"mean_response_tokens", "truncated_pct"} <= set(row)
+
+
+def test_rows_of_trajectories_have_figures_of_their_turns_and_others_none() -> None:
+    plain = evaluated(10, 50.0)
+    report = replace(plain.report, turns=TurnMeans(2.5, 1.5, 0.25))
+    played = replace(plain, report=report)
+    row = played.row()
+    figures = {"mean_turns": 2.5, "mean_tool_calls": 1.5, "mean_call_errors": 0.25}
+    assert row == plain.row() | figures
+    progress = EvaluationProgress((played, plain), teachers={"teacher": {"easy": report}})
+    again = progress_from(json.loads(json.dumps(progress.as_json())))
+    assert again.as_json() == progress.as_json()
+    assert [each.report.turns for each in again.rows] == [report.turns, None]
+    assert again.teachers["teacher"]["easy"].turns == report.turns
+    for key in figures:
+        for damaged in ({**row, key: "1"}, {k: v for k, v in row.items() if k != key}):
+            with pytest.raises(ValueError, match=r".+"):
+                progress_from(progress.as_json() | {"rows": [damaged]})
 
 
 def changed(path: str, value: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from megatron_opd.data.end_tokens import EndTokens
 from megatron_opd.errors import UserError
 from megatron_opd.fleet.startup import ServedModel, check_served
 from megatron_opd.inputs.model_facts import read_model
-from megatron_opd.inputs.models import check_latent, check_models, read_models
+from megatron_opd.inputs.models import check_latent, check_models, longest_row, read_models
 from megatron_opd.launch.servers import make_spec
 from sglang_bridge.protocol import ServerEnds, ServerInfo
 from sglang_bridge.server.spec import NUM_IDS_VARIABLE, server_env
@@ -29,6 +29,25 @@ from tests.support.models import (
     tiny_smollm3,
     write_tokenizer,
 )
+
+
+@pytest.mark.parametrize(
+    ("limits", "row"),
+    [
+        ({"max_turns": 2, "max_tokens": 90}, (66, 24)),
+        ({"max_turns": 20, "max_tokens": 90}, (1, 89)),
+        ({"max_turns": 20, "max_tokens": 90, "max_sampled_tokens": 30}, (60, 30)),
+        ({"max_turns": 9, "max_tokens": 90, "history": "branch", "max_sequences": 4}, (1, 89)),
+    ],
+)
+def test_the_longest_row_of_an_environment_is_one_sequence(
+    config: dict[str, Any], limits: dict[str, Any], row: tuple[int, int]
+):
+    environment = {"environment": {"type": "guess", **limits}}
+    data = {"data": config["data"] | {"chat_template": True}}
+    rollout = {"rollout": {"max_new_tokens": 12}}
+    tree = Config.model_validate(config | data | rollout | environment)
+    assert longest_row(tree, read_models(tree).student) == row
 
 
 def with_teacher(tmp_path: Path, config: dict[str, Any], vocab_size: int) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import pytest
 
 from megatron_opd.config.schema import Config
 from megatron_opd.data.prompts import PromptSet
-from megatron_opd.data.template import this_moment
+from megatron_opd.data.template import RunTemplate
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.prompts import (
@@ -19,7 +19,7 @@ from megatron_opd.inputs.prompts import (
     sources_of,
     used_up,
 )
-from megatron_opd.inputs.rendering import template_notes
+from megatron_opd.inputs.rendering import rendering_of, template_notes
 from megatron_opd.records.types import Prompt
 from tests.support.prompt_sets import prompt_set
 
@@ -112,7 +112,7 @@ def test_variables_that_the_template_does_not_read_are_named():
 
     def noted(**kwargs: Any) -> list[str]:
         with_kwargs = config(ASYNC, chat_template=True, chat_template_kwargs=kwargs)
-        return template_notes(with_kwargs.data.chat_template_kwargs, tokenizer, this_moment())
+        return template_notes(rendering_of(with_kwargs.data, RunTemplate()), tokenizer)
 
     assert noted(enable_thinking=False) == []
     (line,) = noted(enable_thinking=False, thinking=True, enable=1)

@@ -11,6 +11,7 @@ import pytest
 from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.cli.commands.convert import end_ids_beside, template_beside
 from megatron_opd.config.schema import Config
+from megatron_opd.data.render import Rendering
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.errors import UserError
 from megatron_opd.evaluation.evaluate import questions_of
@@ -162,7 +163,93 @@ def test_a_template_that_begins_no_answer_is_noted() -> None:
         (told.replace("{{ eos_token }}", "</s>"), False),
     ):
         tokenizer.chat_template = BOS + template
-        notes = template_notes({}, tokenizer, THEN)
+        notes = template_notes(Rendering(True, clock=THEN), tokenizer)
         assert [f"prompts end with {tokenizer.eos_token}" in note for note in notes] == [
             True
         ] * noted
+
+
+def with_teacher(config: dict[str, Any], **keys: Any) -> Config:
+    return Config.model_validate(config | {"teacher": config["teacher"] | keys})
+
+
+def read_by(config: Config, kept: RunTemplate | None = None) -> tuple[list[str | None], Prepared]:
+    """What student and teacher read of the first prompt."""
+    prepared = prepare(config, kept=kept)
+    prompt = next(prepared.prompts)
+    read = (prompt.token_ids_P, prompt.teacher_ids_Q)
+    return [None if ids is None else prepared.decode(ids.tolist()) for ids in read], prepared
+
+
+def test_a_teacher_reads_as_its_own_section_says(tmp_path: Path, config: dict[str, Any]) -> None:
+    file = tmp_path / "teacher.jinja"
+    file.write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{{ end }}")
+    end = {"end": "."}
+    asked: tuple[tuple[dict[str, Any], str | None], ...] = (
+        ({}, None),
+        ({"chat_template": str(file)}, "<user>1+1="),
+        ({"chat_template": str(file), "chat_template_kwargs": end}, "<user>1+1=."),
+        ({"chat_template": str(file), "system_prompt": "Add."}, "<system>Add.<user>1+1="),
+    )
+    for keys, theirs in asked:
+        read, prepared = read_by(with_teacher(config, **keys))
+        assert read == ["1+1=", theirs]
+        assert prepared.template.source is None
+    with pytest.raises(UserError, match=r"^teacher\.chat_template is true but .* no chat template"):
+        prepare(with_teacher(config, chat_template=True))
+    named = {"chat_template": str(tmp_path / "gone.jinja")}
+    with pytest.raises(UserError, match=r"^teacher\.chat_template: cannot read .*gone\.jinja"):
+        prepare(with_teacher(config, **named))
+    unread = {"chat_template": str(file), "chat_template_kwargs": {"thinking": True}}
+    _, prepared = read_by(with_teacher(config, **unread))
+    assert any(
+        note.startswith("teacher.chat_template_kwargs:") and "does not read thinking" in note
+        for note in prepared.notes
+    )
+
+
+def test_a_teacher_without_a_template_of_its_own_is_in_the_students(
+    tmp_path: Path, config: dict[str, Any]
+) -> None:
+    with_file(tmp_path, config, "{% for m in messages %}<{{ m.content }}>{% endfor %}{{ end }}")
+    config["data"] |= {"system_prompt": "Add.", "chat_template_kwargs": {"end": "!"}}
+    asked: tuple[tuple[dict[str, Any], str | None], ...] = (
+        ({}, None),
+        ({"system_prompt": "Add well."}, "<Add well.><1+1=>!"),
+        ({"chat_template_kwargs": {"end": "."}}, "<Add.><1+1=>."),
+    )
+    for keys, theirs in asked:
+        read, _ = read_by(with_teacher(config, **keys))
+        assert read == ["<Add.><1+1=>!", theirs]
+    config["data"] |= {"system_prompt": None, "chat_template_kwargs": {}}
+    read, _ = read_by(with_teacher(config, chat_template=False))
+    assert read == ["<1+1=>", "1+1="]
+
+
+def test_a_run_goes_on_with_its_teachers_templates(tmp_path: Path, config: dict[str, Any]) -> None:
+    file = tmp_path / "teacher.jinja"
+    file.write_text(CLOCK)
+    valid = with_teacher(config, chat_template=str(file))
+    began = RunTemplate(THEN, teachers={"teacher": (str(file), CLOCK)})
+    assert prepare(valid).template.teachers == began.teachers
+    for change in (lambda: file.write_text(PLAIN), file.unlink):
+        change()
+        read, later = read_by(valid, began)
+        assert read == ["1+1=", "2024-02-29 23:59:58 1+1="]
+        assert later.template == began
+        assert any(
+            note.startswith("teacher.chat_template:") and "has changed or is gone" in note
+            for note in later.notes
+        )
+    other = tmp_path / "other.jinja"
+    other.write_text(PLAIN)
+    read, _ = read_by(with_teacher(config, chat_template=str(other)), began)
+    assert read == ["1+1=", "<1+1=>"]
+
+
+def test_the_guard_tries_a_teacher_on_what_it_reads(tmp_path: Path, config: dict[str, Any]) -> None:
+    file = tmp_path / "teacher.jinja"
+    file.write_text(PLAIN)
+    _, prepared = read_by(with_teacher(config, chat_template=str(file)))
+    (probe,) = {prepared.decode(p.token_ids_P.tolist()) for p in prepared.probes["teacher"]}
+    assert probe == "<1+1=>"

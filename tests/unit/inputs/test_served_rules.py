@@ -8,7 +8,8 @@ import pytest
 
 from checks.students import failures
 from megatron_opd.config.schema import Config
-from megatron_opd.config.servers import ServerConfig, TeacherConfig
+from megatron_opd.config.servers import ServerConfig
+from megatron_opd.config.teacher import TeacherConfig
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.model_facts import (
     ServedFacts,

@@ -17,6 +17,7 @@ from tests.support.loss_cases import (
     Problem,
     Row,
     accepted,
+    by_turn,
     cache_of,
     draw_rows,
     estimator,
@@ -48,6 +49,41 @@ def test_every_accepted_estimator_equals_the_oracle():
         bounded("loss, float64: gradient against the oracle", error, 1e-12, est)
         seen[est.objective.type, est.support.type] += 1
     assert len(seen) > 40, "the sweep must not have become empty"
+
+
+def test_advantages_of_turns_equal_the_oracle():
+    """Of every objective from rewards; responses of several turns, some of them without reward."""
+    case, kinds, mattered = problem(6, (4, 3, 5, 1)), Counter(), 0
+    for number, est in enumerate(by_turn()):
+        rows = draw_rows(est.support, case, np.random.default_rng(number))
+        value, gradient = loss_and_gradient(est, case, rows)
+        exact_value, exact_gradient = oracle(est, case, rows)
+        bounded("loss by turns, float64: value", abs(value - exact_value), 1e-12, est)
+        error = (gradient - exact_gradient).abs().max()
+        bounded("loss by turns, float64: gradient", error, 1e-12, est)
+        kinds[est.objective.type] += 1
+        whole = est.model_copy(update={"credit": "trajectory"})
+        mattered += abs(value - loss_and_gradient(whole, case, rows)[0]) > 1e-6
+    assert kinds.keys() == {"reinforce", "ppo", "grpo", "gspo", "gepo", "mixture"}
+    assert mattered > 0.8 * kinds.total()
+
+
+@pytest.mark.parametrize("kind", ["gspo", "gepo"])
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+def test_turns_that_share_an_advantage_have_the_gradient_of_their_response(kind, reduction):
+    """GSPO-token is GSPO where every token of a response has one advantage."""
+    case = problem(8, (3, 2))
+    one_each = tuple(((n, r),) for n, r in zip(case.lengths, case.rewards, strict=True))
+    case = replace(case, turns=one_each)
+    objective = {"type": kind, "trust": {"type": "none"}}
+    tree = {"objective": objective, "reduction": {"type": reduction}}
+    whole = estimator(support={"type": "path"}, **tree)
+    rows = draw_rows(whole.support, case, np.random.default_rng(0))
+    value, gradient = loss_and_gradient(whole, case, rows)
+    own_value, own = loss_and_gradient(whole.model_copy(update={"credit": "turn"}), case, rows)
+    assert abs(value - own_value) < 1e-14
+    assert float(gradient.abs().max()) > 1e-3
+    bounded("GSPO-token against GSPO, float64: gradient", (gradient - own).abs().max(), 1e-14)
 
 
 WEIGHTS = {

@@ -11,8 +11,8 @@ import pytest
 
 from megatron_opd.config.curriculum import PassRateCurriculum
 from megatron_opd.data.curriculum import CurriculumSource
-from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import Evaluated
+from megatron_opd.evaluation.reports import EvaluationReport, TurnMeans
 from megatron_opd.metrics.catalogue import BY_GROUP, GROUP_OF, METRICS, metric_of, tag_of
 from megatron_opd.metrics.metric import Range
 from megatron_opd.metrics.opd_health import HealthFigures
@@ -27,7 +27,7 @@ from tests.support.fakes import make_sample
 from tests.support.paths import ROOT
 
 AXES = {"update", "time_s", "unix_time_s"}  # of every row, of either file
-REPORT = EvaluationReport(50.0, 25.0, 2, 1, 3.5, 0.0, 0.5, {})
+REPORT = EvaluationReport(50.0, 25.0, 2, 1, 3.5, 0.0, 0.5, {}, turns=TurnMeans(2.5, 1.0, 0.5))
 EVALUATION_ROW = set(Evaluated(2, "heldout", 1, 0.5, 3.0, 1e9, REPORT).row())
 """What the evaluation of one set reports."""
 
@@ -55,7 +55,7 @@ def whole_row() -> dict[str, Any]:
     """The row of an update with every feature on: teachers, rewards, curriculum, turns, sites."""
     sink = Rows()
     watch = TeacherWatch({"teacher": 16, "maths": 16}, alarm=False, stop_after=0)
-    totals = RunTotals(group_size=2)
+    totals = RunTotals(group_size=2, credit="turn")
     curriculum = CurriculumSource(Nothing(), 1, PassRateCurriculum(), seed=0)
     sites = partial(columns, {"near": SiteFigures()}, SitesNow(1, 0))
     more = {"probe": Probe(), "more_columns": lambda: curriculum.columns() | sites()}
@@ -65,11 +65,12 @@ def whole_row() -> dict[str, Any]:
         sample = make_sample(uid)
         prompt = replace(sample.rollout.prompt, teacher=("teacher", "maths")[uid])
         rollout = replace(sample.rollout, prompt=prompt, turns=(TurnFigures(1.0, 1.0),))
-        samples.append(replace(sample, rollout=rollout, reward=float(uid)))
+        samples.append(replace(sample, rollout=rollout, reward=float(uid), teacher_version=0))
     batch = Batch(0, 0, tuple(samples))
     recorder.trained(batch, whole_metrics(), 0.0, 1.0)
     phases = (Phase("offload", 1.0, 2.0), Phase("send", 2.0, 3.0))
     report = WeightSyncReport(1, phases, 9, 1.0, 3.0, servers=("http://a",), release_s=0.5)
+    report = replace(report, teachers=(report,))
     recorder.weights_synced(batch, report, Depths(0, 0, 0, 0, 0))
     (row,) = sink.rows
     return row

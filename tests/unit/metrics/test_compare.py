@@ -14,7 +14,8 @@ def row(**values: Any) -> dict[str, Any]:
 
 def test_time_memory_and_queues_do_not_count():
     free = {"peak_rss_bytes": 5, "tokens_per_s": 1.0, "unix_time_s": 2.0, "rolling_samples": 3}
-    free |= {"servers": {"http://a:1": {"version": 3}}}
+    free |= {"servers": {"http://a:1": {"version": 3}}, "turn_cached_fraction": 0.5}
+    free |= {"environment_s_mean": 0.1, "site_delay_s_max": 2.0}
     found = compare_rows([row(**free)], [row(**dict.fromkeys(free, -1), time_s=9.0)])
     assert found.differences == ()
     assert set(found.left_out) == {*free, "time_s"}

@@ -9,8 +9,8 @@ import pytest
 
 from megatron_opd.controller.controller import Controller
 from megatron_opd.controller.ports import Ports
-from megatron_opd.evaluation.measure import EvaluationReport
 from megatron_opd.evaluation.progress import Evaluated
+from megatron_opd.evaluation.reports import EvaluationReport
 from megatron_opd.metrics.observers import Observers, RunObserver
 from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.sinks import JsonlSink

@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,15 @@ import pytest
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.metrics.rollouts import RolloutRecord, spread
-from megatron_opd.records.types import Batch, HeldRollout, HeldSample, Sample, VersionSpan
+from megatron_opd.records.types import (
+    Batch,
+    HeldRollout,
+    HeldSample,
+    MadeCall,
+    Sample,
+    TurnFigures,
+    VersionSpan,
+)
 from tests.support.fakes import Figures, held_rollout, make_prompt, make_rollout, make_sample
 from tests.support.recorded_run import record
 from tests.support.trajectories import trajectory
@@ -27,7 +36,8 @@ def rows_of(path: Path) -> list[dict[str, Any]]:
 
 
 def test_a_row_holds_what_a_reader_needs(tmp_path: Path):
-    rollout = make_rollout(make_prompt(7), (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)))
+    prompt = replace(make_prompt(7), teacher_ids_Q=np.array([8, 9], np.int32))
+    rollout = make_rollout(prompt, (VersionSpan(3, 0, 2), VersionSpan(4, 2, 3)))
     teacher = np.arange(6, dtype=np.float32) / -8
     kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 4)
     kept.trained(Batch(5, 5, (Sample(rollout, teacher, 0.5),)), Figures(), 0.0, 1.0)
@@ -47,7 +57,11 @@ def test_a_row_holds_what_a_reader_needs(tmp_path: Path):
         "drop_detail": None,
         "spans": [[3, 0, 2], [4, 2, 3]],
         "prompt": "<0><1><2>",
+        "teacher_prompt": "<8><9>",
+        "teacher_version": None,
         "given": [],
+        "turns": [],
+        "played_s": None,
         "tokens": ["<4>", "<4>", "<4>"],
         "sampler_logp": [-0.5, -0.5, -0.5],
         "teacher_logp": [0.0, -0.25, -0.5],
@@ -66,6 +80,38 @@ def test_a_row_of_several_turns_says_what_was_given_between(tmp_path: Path):
     assert row["prompt"] == decode(first[:2].tolist())
     assert row["given"] == [[1, decode(first[3:5].tolist())], [3, decode(second[:1].tolist())]]
     assert row["tokens"] == [decode([i]) for i in rollout.response_ids_T.tolist()]
+    assert row["turns"] == []
+
+
+def test_a_row_says_what_each_turn_was(tmp_path: Path):
+    made = (MadeCall("add", '{"a": 1}'), MadeCall("sub", "{}", "there is no tool sub"))
+    turns = (
+        TurnFigures(2.0, 0.5, 2, 1, 0, 0.25, waiting_s=1.5, made=made, answered_by="tool"),
+        TurnFigures(1.0, 0.0, cached=3, branch="new"),
+    )
+    rollout = replace(trajectory(3, [[(2, 1)], [(1, 3)]]).rollout, turns=turns, finished_s=9.0)
+    kept = RolloutRecord(tmp_path / "rollouts.jsonl", decode, 1)
+    scores = np.full(rollout.num_ids, -0.5, np.float32)
+    kept.trained(Batch(2, 2, (Sample(rollout, scores),)), Figures(), 0.0, 1.0)
+    kept.close()
+    (row,) = rows_of(tmp_path / "rollouts.jsonl")
+    assert row["played_s"] == 9.0
+    first, second = row["turns"]
+    assert first == {
+        "start": 0,
+        "sequence": 0,
+        "branch": "",
+        "reward": 0.25,
+        "sampling_s": 2.0,
+        "waiting_s": 1.5,
+        "environment_s": 0.5,
+        "cached": 0,
+        "answered_by": "tool",
+        "calls": [["add", '{"a": 1}', None], ["sub", "{}", "there is no tool sub"]],
+    }
+    assert (second["start"], second["sequence"], second["reward"]) == (1, 1, None)
+    assert second["branch"] == "new"
+    assert second["calls"] == []
 
 
 def test_without_a_teacher_there_are_no_scores(tmp_path: Path):

@@ -89,6 +89,20 @@ def test_columns_are_of_the_path_and_by_teacher_with_several():
     assert named["teacher_score_mean_nats/math"] == pytest.approx(first.mean(), rel=1e-5)
 
 
+def test_each_teacher_of_a_mixture_is_watched():
+    """The mixture's own scores look well while one of its teachers answers nonsense."""
+    parts = (("code", ScoreShape.of(UNIFORM, V)), ("math", ScoreShape.of(ordinary(), V)))
+    sample = scored(0, mixed := ordinary(), "code:0.5+math:0.5")
+    prompt = replace(sample.rollout.prompt, mixture=(("code", 0.5), ("math", 0.5)))
+    sample = replace(sample, rollout=replace(sample.rollout, prompt=prompt), parts=parts)
+    columns = watch("math", "code").columns(batch(0, sample))
+    assert columns["teacher_score_mean_nats"] == pytest.approx(mixed.mean(), rel=1e-5)
+    assert columns["teacher_near_uniform_fraction/code"] == 1
+    assert columns["teacher_score_mean_nats/math"] == pytest.approx(parts[1][1].mean)
+    with pytest.raises(NonsenseTeacher, match="'code'"):
+        watch("math", "code", stop_after=1).look(batch(0, sample))
+
+
 def test_samples_that_no_teacher_was_asked_about_are_left_out():
     asked, unasked = scored(0, ordinary()), scored(1, np.full(40, np.nan))
     unasked = replace(unasked, teacher_logp_N=np.full_like(unasked.teacher_logp_N, np.nan))

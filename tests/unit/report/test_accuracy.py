@@ -37,6 +37,15 @@ def test_rows_of_a_set_are_in_the_order_of_their_updates(tmp_path: Path):
     assert found["b"]["accuracy_pct"] == [5.0]
 
 
+def test_sets_whose_answers_are_trajectories_show_their_turns_and_rewards(tmp_path: Path):
+    head = {"update": 10, "time_s": 20.0, "accuracy_pct": 50.0, "mean_reward": 0.5}
+    turns = {"mean_turns": 2.5, "mean_tool_calls": 1.0, "mean_call_errors": 0.25}
+    rows = [{**head, "set": "played", **turns}, {**head, "set": "answered"}]
+    found = tracks_of(load(written(tmp_path / "run"), rows))
+    assert found["played"].keys() - found["answered"].keys() == {"mean_reward", *turns}
+    assert [found["played"][key] for key in turns] == [[2.5], [1.0], [0.25]]
+
+
 def test_a_run_evaluated_at_its_ends_has_two_points(tmp_path: Path):
     reports = {"student before": REPORT, "teacher": REPORT}
     reports["student after"] = {**REPORT, "accuracy_pct": 90.0}

@@ -1,6 +1,7 @@
 """Which charts there are, and what they say."""
 
 from megatron_opd.metrics.catalogue import METRICS
+from megatron_opd.metrics.dictionary.turns import TURNS
 from megatron_opd.report.charts import OTHERS, SECTIONS, described, sections_of
 
 
@@ -19,6 +20,12 @@ def test_charts_without_data_are_left_out_and_no_column_is_lost():
     assert [chart.columns for chart in found["Learning"]] == [("loss",)]
     assert [chart.columns for chart in found["Speed"]] == [("publish_s",)]
     assert [chart.title for chart in found[OTHERS]] == ["my_column"]
+
+
+def test_every_column_of_turns_has_its_chart():
+    ((title, charts),) = sections_of(TURNS)
+    assert title == "Turns and tools"
+    assert sorted(column for chart in charts for column in chart.columns) == sorted(TURNS)
 
 
 def test_a_chart_says_unit_text_and_healthy_range():

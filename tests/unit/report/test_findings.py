@@ -11,7 +11,7 @@ import pytest
 from megatron_opd.report.facts import Finding
 from megatron_opd.report.findings import findings_of
 from megatron_opd.report.run_data import RunData, load_runs
-from tests.support.report_runs import written
+from tests.support.report_runs import simulated, written
 
 NOW_S = 2e9
 
@@ -110,6 +110,49 @@ def test_who_waits_for_whom(tmp_path: Path, learner, fleet, scoring, title, reme
     finding = one(tmp_path, summary, change=lambda update: {"scoring_samples": scoring})
     assert title in finding.title
     assert remedy in finding.remedy
+
+
+TURNS = {"environment_s_mean": 9.0, "turn_sampling_s_mean": 3.0}
+
+
+def test_an_environment_that_limits_the_run_is_said(tmp_path: Path):
+    idle = {"learner_idle_ratio": 0.5, "fleet_idle_ratio": 0.6}
+    finding = one(tmp_path, idle, change=lambda update: TURNS)
+    assert "its answers take 9.0 s of a trajectory, the turns 3.0 s" in finding.title
+    assert "the learner is idle 50%" in finding.title
+    assert "schedule.max_staleness" in finding.remedy
+    assert "buffer.batch_size" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("learner", "columns", "title"),
+    [
+        (0.1, TURNS, "they wait for the learner"),
+        (0.5, {**TURNS, "environment_s_mean": 2.0}, "wait for each other"),
+        (0.5, {}, "wait for each other"),
+    ],
+)
+def test_an_environment_that_does_not_limit_it_is_not_blamed(
+    tmp_path: Path, learner: float, columns: dict[str, float], title: str
+):
+    idle = {"learner_idle_ratio": learner, "fleet_idle_ratio": 0.6}
+    assert title in one(tmp_path, idle, change=lambda update: columns).title
+
+
+def test_an_environment_that_limits_a_run_is_found_in_its_directory(tmp_path: Path):
+    """A simulated run whose environment answers for ten times as long as a turn takes."""
+    run = simulated(
+        tmp_path / "run",
+        updates=12,
+        data={"train": "not here", "chat_template": True},
+        rollout={"max_new_tokens": 40},
+        environment={"type": "guess", "max_turns": 4},
+        simulation={
+            "costs": str(tmp_path / "costs.json"),
+            "turns": {"mean": 3, "answer_s": 2.0},
+        },
+    )
+    assert any("the environment limits the run" in each.title for each in found(run))
 
 
 def test_idle_time_of_a_running_run_is_that_of_its_windows(tmp_path: Path):

@@ -1,15 +1,12 @@
 """The locks hold what setup.py asks for, and nothing but versions and hashes."""
 
 import re
-import runpy
-from functools import cache
-from typing import Any
 
 import pytest
-import setuptools
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from tests.support.packaging_facts import packaging_facts
 from tests.support.paths import ROOT
 from tools.house import AROUND
 
@@ -18,17 +15,6 @@ EXTRAS = {
     "cpu": ("cpu", "ray", "test", "plots", "wandb", "browser"),
     "gpu": ("gpu", "ray", "test", "wandb"),
 }
-
-
-@cache
-def packaging_facts() -> dict[str, Any]:
-    """What setup.py hands to setuptools."""
-    found: dict[str, Any] = {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.chdir(ROOT)
-        patch.setattr(setuptools, "setup", lambda **facts: found.update(facts))
-        runpy.run_path("setup.py")
-    return found
 
 
 def asked(extras: tuple[str, ...]) -> list[Requirement]:

@@ -5,18 +5,20 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_held
 
 from megatron_opd.buffer.rejection import ScoreRejected
 from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.records.drops import VERIFIER_REASONS
-from megatron_opd.records.types import VersionSpan
+from megatron_opd.records.sample_figures import CacheSize
+from megatron_opd.records.types import TurnFigures, VersionSpan
 from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, ScoreReply, Selection
 from sglang_bridge.retry import Backoff, retried
 from tests.support.config_files import minimal
-from tests.support.fakes import make_prompt, make_rollout
+from tests.support.fakes import held_rollout, make_prompt, make_rollout
 
 ROLLOUT = make_rollout(make_prompt(5), (VersionSpan(0, 0, 3),))
 GOOD = np.linspace(-3, -0.1, 6).astype(np.float32)
@@ -147,6 +149,17 @@ def test_the_verifier_judges_each_rollout_once():
     assert judged == [5]
 
 
+def test_the_prompt_may_have_another_for_its_teacher():
+    fleet, own = FakeFleet(GOOD), np.array([7, 8, 9, 10], np.int32)
+    rollout = replace(ROLLOUT, prompt=replace(ROLLOUT.prompt, teacher_ids_Q=own))
+    sample = run_virtual(make_scorer({"teacher": fleet}).score(rollout))
+    (request,) = fleet.requests
+    assert list(request.input_ids) == [7, 8, 9, 10, 4, 4, 4]
+    assert request.runs == ((4, 7),)
+    assert sample.rollout is rollout, "the learner's ids are the student's"
+    assert sample.teacher_logp_N.tolist() == GOOD.tolist()
+
+
 def test_the_temperature_is_the_teachers():
     fleet = FakeFleet(GOOD)
     run_virtual(make_scorer({"teacher": fleet}, temperature=0.5).score(ROLLOUT))
@@ -199,6 +212,50 @@ def test_a_missing_answer_drops_the_sample_before_a_teacher_is_asked(estimator):
         run_virtual(make_scorer({"teacher": fleet}, estimator, giving(None)).score(ROLLOUT))
     assert caught.value.reason == "no_answer"
     assert not fleet.requests
+
+
+BY_TURN = {
+    "data": minimal().data.model_dump() | {"chat_template": True, "task": "math"},
+    "environment": {"type": "guess", "credit": "turn"},
+}
+
+
+def in_turns(finish_reason, *rewards):
+    turns = tuple(TurnFigures(1.0, 0.0, reward=reward) for reward in rewards)
+    return replace(ROLLOUT, turns=turns, finish_reason=finish_reason)
+
+
+def test_with_credit_of_turns_the_reward_is_their_sum_and_no_verifier_is_asked():
+    scorer = make_scorer({}, GRPO | BY_TURN, giving(VerifierFailed("verifier_died", "asked")))
+    reward = run_virtual(scorer.score(in_turns("stop", 0.5, None, -2.0))).reward
+    assert reward == -1.5
+    held = replace_held(
+        held_rollout(ROLLOUT, "5", CacheSize(6, 96)), turns=in_turns("stop", 0.5, 2.0).turns
+    )
+    assert run_virtual(scorer.score(held)).reward == 2.5
+    # a limit, not the environment, ended it before any reward: it stays, without an advantage
+    assert run_virtual(scorer.score(in_turns("length", None))).reward is None
+
+
+def test_a_trajectory_that_a_limit_ended_before_any_reward_has_a_reward_of_0():
+    def score(rollout, reward):
+        return run_virtual(make_scorer({}, GRPO, giving(reward)).score(rollout)).reward
+
+    assert score(in_turns("length", None, None), None) == 0.0
+    assert score(in_turns("length", None, None), 0.25) == 0.25, "its row has an answer"
+    for whole in (in_turns("stop", None, None), replace(ROLLOUT, finish_reason="length")):
+        with pytest.raises(ScoreRejected, match="has no answer"):
+            score(whole, None)
+
+
+def test_an_environment_that_rewards_no_turn_drops_its_trajectory_with_credit_of_turns():
+    scorer = make_scorer({"teacher": FakeFleet(GOOD)}, MIXTURE | BY_TURN, giving(1.0))
+    rewarded = replace(in_turns("stop", None, None), reward=1.0)  # as a whole, by no turn of it
+    with pytest.raises(ScoreRejected, match="none of 2 turns has a reward") as caught:
+        run_virtual(scorer.score(rewarded))
+    assert caught.value.reason == "environment_no_reward"
+    unread = replace(rewarded, prompt=replace(ROLLOUT.prompt, reward_weight=0.0))
+    assert run_virtual(scorer.score(unread)).reward is None
 
 
 @pytest.mark.parametrize("estimator", [{}, GRPO, WITH_TEACHER])
@@ -268,6 +325,18 @@ def test_what_the_length_does_is_in_the_sample_and_a_masked_one_asks_no_teacher(
     assert (sample.reward, sample.overlong_penalty, sample.masked) == (1.0, penalty, masked)
     assert len(fleet.requests) == (not masked)
     assert sample.has_scores != masked
+
+
+@pytest.mark.parametrize(("limits", "penalty"), [({}, -0.5), ({"max_sampled_tokens": 12}, 0.0)])
+def test_a_soft_penalty_ends_at_the_most_tokens_that_a_trajectory_may_sample(limits, penalty):
+    """Three were sampled: 2 turns of 2 tokens are the limit, or 3 turns."""
+    environment = {"type": "guess", "max_turns": 6 if limits else 2, "max_turn_tokens": 2, **limits}
+    overlong = {"overlong": {"type": "soft_penalty", "cache": 2}}
+    sections = MIXTURE | {"data": BY_TURN["data"], "selection": overlong}
+    scorer = make_scorer(
+        {"teacher": FakeFleet(GOOD)}, sections | {"environment": environment}, giving(1.0)
+    )
+    assert run_virtual(scorer.score(in_turns("stop", None))).overlong_penalty == penalty
 
 
 TOPK = {"support": {"type": "teacher_topk", "k": 2}, "objective": {"type": "forward_kl"}}

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 
 import numpy as np
@@ -10,28 +9,28 @@ import pytest
 
 from megatron_opd.batching.rank_batch import check_sample
 from megatron_opd.buffer.rejection import RolloutRejected
-from megatron_opd.environments.guarded import EnvironmentLimits, GuardedEnvironment
-from megatron_opd.environments.play import Player
-from megatron_opd.environments.protocol import Said, TrajectoryEnd
-from megatron_opd.environments.trajectory import TrajectoryLimits
+from megatron_opd.controller.in_flight import Rollouts
+from megatron_opd.environments.play import Played, PlayedTurn, TurnSampler
+from megatron_opd.environments.protocol import EnvironmentRow, Said, TrajectoryEnd
+from megatron_opd.environments.trajectory import BuiltTrajectory
 from megatron_opd.records.drops import EMPTY_RESPONSE, ENVIRONMENT_FAILED
-from megatron_opd.records.runs import runs_fault
+from megatron_opd.records.runs import SampledRun, runs_fault
 from megatron_opd.records.seeds import ROLLOUT, derived_seed
 from megatron_opd.records.types import Rollout, VersionSpan
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.rollout.scores import unscored
-from megatron_opd.rollout.trajectories import Playing, TrajectoryGenerator
+from megatron_opd.rollout.trajectories import TrajectoryGenerator
 from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.errors import BadReply, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest
-from tests.support.chat_families import BY_NAME
 from tests.support.config_files import minimal
 from tests.support.fakes import make_prompt
+from tests.support.playing import FAMILY, played_here
 
-FAMILY = BY_NAME["qwen2.5"]
 END = FAMILY.ids("<|im_end|>")[0]
 SAMPLING_S, SLOTS = 2.0, 2
 SEED = minimal().run.seed
+TREE: Any = {"support": {"type": "mc", "m": 4}, "rollout": {"concurrency": SLOTS}}
 
 
 class Counting:
@@ -56,17 +55,6 @@ class Raising(Counting):
         raise RuntimeError("spoilt")
 
 
-class Host:
-    """Gives environments of this process."""
-
-    def __init__(self, kind: type[Counting]) -> None:
-        self.kind = kind
-
-    @asynccontextmanager
-    async def environment(self):
-        yield GuardedEnvironment(self.kind(), EnvironmentLimits(1000.0, 2**20))
-
-
 def draws_of(ids_T: np.ndarray) -> DrawCache:
     """Each token beside the id above it; the path is the first of the two."""
     count = len(ids_T)
@@ -89,11 +77,13 @@ class Servers:
 
     async def generate(self, request: RolloutRequest, *, prefer: str = "") -> RolloutReply:
         self.requests.append((request, prefer))
+        number = len(self.requests)
         self.working += 1
         self.most = max(self.most, self.working)
-        await asyncio.sleep(SAMPLING_S)
-        self.working -= 1
-        number = len(self.requests)
+        try:
+            await asyncio.sleep(SAMPLING_S)
+        finally:
+            self.working -= 1
         if number == self._loses:
             raise ServerUnreachable("http://a:1", "/generate", "reset", sent=True)
         rng = np.random.default_rng(number)
@@ -108,15 +98,19 @@ class Servers:
         return RolloutReply(ids, "stop", draws, spans, url, experts, None, cached)
 
 
+class Serving:
+    """Servers of which one always serves."""
+
+    async def until_none_serves(self) -> None:
+        await asyncio.Event().wait()
+
+
 def generator(
-    servers: Servers, kind: type[Counting] = Counting, **keys: Any
+    servers: Servers, kind: type[Counting] = Counting, hold: Rollouts | None = None
 ) -> TrajectoryGenerator:
-    tree = {"support": {"type": "mc", "m": 4}, "rollout": {"concurrency": SLOTS}}
-    config = minimal(**tree)
+    config = minimal(**TREE)
     turns = RolloutGenerator(config, servers, 400, "run7", (END,))
-    limits = TrajectoryLimits(8, 10_000, 64)
-    player = Player(FAMILY.encoder(), None, limits)
-    return TrajectoryGenerator(turns, servers, Playing(Host(kind), player), SEED)  # type: ignore[arg-type]
+    return TrajectoryGenerator(turns, servers, played_here(kind), SEED, hold)
 
 
 def played(servers: Servers, kind: type[Counting] = Counting) -> Rollout:
@@ -216,6 +210,132 @@ def test_no_slot_is_held_while_an_environment_answers():
     assert servers.most == SLOTS
     blocked = 12 * 3 * (SAMPLING_S + Slow.slow_s) / SLOTS
     assert seconds < blocked / 3, "216 s if a trajectory kept its slot"
+
+
+class Forked:
+    """Plays one turn, then two at once that follow it, then one behind the first of these."""
+
+    async def play(self, row: EnvironmentRow, sample: TurnSampler) -> Played:
+        start = [1, 2, 3]
+        first = await sample(start, 9)
+        told = [[*start, *first.ids, given] for given in (7, 8)]
+        left, right = await asyncio.gather(*(sample(ids, 9, stop=("x",)) for ids in told))
+        end = [*told[0], *left.ids, 9]
+        last = await sample(end, 9)
+        turns = (first, left, right, last)
+        sequences = [np.array([*end, *last.ids]), np.array([*told[1], *right.ids])]
+        at = [3, len(told[0]), len(told[1]), len(end)]
+        where = [
+            SampledRun(number == 2, at[number], at[number] + len(turns[number].ids), number)
+            for number in (0, 1, 3, 2)
+        ]
+        built = BuiltTrajectory(tuple(s.astype(np.int32) for s in sequences), tuple(where))
+        return Played(built, tuple(PlayedTurn(len(t.ids)) for t in turns), "done", (), "")
+
+
+def test_turns_of_several_sequences_that_were_sampled_at_once():
+    servers = Servers()
+    turns = RolloutGenerator(minimal(**TREE), servers, 400, "run7", (END,))
+    made = TrajectoryGenerator(turns, servers, Forked(), SEED)
+    rollout = run_virtual(made.generate(make_prompt(5)))
+    check_sample(unscored(rollout))
+    assert runs_fault([len(ids_S) for ids_S in rollout.sequences], rollout.runs) is None
+    assert [run.turn for run in rollout.runs] == [0, 1, 3, 2]
+    draws = rollout.draws
+    assert draws.ids_N[draws.path_T].tolist() == rollout.response_ids_T.tolist()
+    # every turn's draws, versions and experts are its own, in the order of the runs
+    start = 0
+    for run in rollout.runs:
+        number, count = run.turn + 1, run.num_tokens
+        ids = rollout.response_ids_T[start : start + count].tolist()
+        rng = np.random.default_rng(number)
+        assert ids == [*rng.integers(5, 90, rng.integers(1, 6)).tolist(), END]
+        own = draws.sampler_logp_N[draws.path_T][start : start + count]
+        assert own.tolist() == [-2.0 * t - ids[0] for t in range(count)]
+        assert rollout.versions_T()[start : start + count].tolist() == [
+            number,
+            *[number + 1] * (count - 1),
+        ]
+        start += count
+    inputs = len(rollout.sequences[0]) - 1
+    assert rollout.experts_XLk is not None
+    assert set(rollout.experts_XLk[:inputs].flatten()) == {4}, "of the last turn of each"
+    assert set(rollout.experts_XLk[inputs:].flatten()) == {3}
+    # each has noise of its own, strings to stop at, and the server that has read its beginning
+    asked = [request for request, _ in servers.requests]
+    assert len({request.seed for request in asked}) == 4
+    assert [request.stop for request in asked] == [(), ("x",), ("x",), ()]
+    urls = [f"http://{'ab'[n % 2]}:1" for n in (1, 2)]
+    assert [prefer for _, prefer in servers.requests] == ["", urls[0], urls[0], urls[1]]
+
+
+class Waiting(Counting):
+    slow_s = 5.0
+
+
+def synced_at(
+    policy: Any, at_s: float, trajectories: int = 1
+) -> tuple[Servers, float, list[Rollout]]:
+    """What trajectories became beside a weight sync of a second, and when that began."""
+    servers = Servers()
+
+    async def scenario() -> tuple[float, list[Rollout]]:
+        clock = asyncio.get_running_loop().time
+        hold = Rollouts(policy, Serving())
+        made = generator(servers, Waiting, hold)
+        running = [asyncio.create_task(made.generate(make_prompt(n))) for n in range(trajectories)]
+        await asyncio.sleep(at_s)
+        async with hold.held():
+            began_s, requests = clock(), len(servers.requests)
+            await asyncio.sleep(1.0)
+            if policy != "in_place":
+                assert len(servers.requests) == requests, "a turn began during the weight sync"
+                assert servers.working == 0, "a turn is sampled during the weight sync"
+        return began_s, await asyncio.gather(*running)
+
+    began_s, rollouts = run_virtual(scenario())
+    return servers, began_s, rollouts
+
+
+FIRST_TURN_S, ANSWERING_S, SECOND_TURN_S = 1.5, 4.0, 7.5
+
+
+@pytest.mark.parametrize(
+    ("policy", "at_s", "began_s", "restarts"),
+    [
+        ("in_place", FIRST_TURN_S, FIRST_TURN_S, 0),
+        ("keep", FIRST_TURN_S, SAMPLING_S, 0),
+        ("abort", FIRST_TURN_S, FIRST_TURN_S, 1),
+        ("keep", ANSWERING_S, ANSWERING_S, 0),
+        ("abort", ANSWERING_S, ANSWERING_S, 0),
+        ("keep", SECOND_TURN_S, 9.0, 0),
+        ("abort", SECOND_TURN_S, SECOND_TURN_S, 1),
+    ],
+)
+def test_a_weight_sync_holds_turns_and_waits_for_no_environment(
+    policy: str, at_s: float, began_s: float, restarts: int
+):
+    servers, found_s, (rollout,) = synced_at(policy, at_s)
+    assert found_s == began_s
+    assert rollout.restarts == restarts
+    assert len(rollout.turns) == 3
+    assert len(servers.requests) == 3 + restarts
+
+
+def test_what_is_thrown_away_is_the_turn_alone_and_meets_its_noise_again():
+    servers, _, (rollout,) = synced_at("abort", SECOND_TURN_S)
+    first, thrown_away, again, _ = [request for request, _ in servers.requests]
+    assert thrown_away.seed == again.seed
+    assert list(thrown_away.input_ids) == list(again.input_ids)
+    assert len(first.input_ids) < len(again.input_ids), "the first turn stays"
+    assert rollout.turns[1].sampling_s == pytest.approx(0.5 + 1.0 + SAMPLING_S)
+
+
+def test_a_weight_sync_waits_for_no_turn_that_waits_for_a_slot():
+    servers, began_s, rollouts = synced_at("keep", FIRST_TURN_S, trajectories=5)
+    assert began_s == SAMPLING_S, "three trajectories wait behind the two that are sampled"
+    assert len(rollouts) == 5
+    assert servers.most == SLOTS
 
 
 def test_a_turn_without_draws_is_a_bad_reply():

@@ -9,7 +9,7 @@ import pytest
 
 from megatron_opd.buffer.rejection import RolloutRejected, ScoreRejected
 from megatron_opd.config.servers import ServerConfig
-from megatron_opd.evaluation.measure import FleetPort
+from megatron_opd.evaluation.ports import FleetPort
 from megatron_opd.fleet.clients import make_fleet
 from megatron_opd.records.types import VersionSpan
 from megatron_opd.rollout.generator import RolloutGenerator

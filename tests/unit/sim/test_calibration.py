@@ -15,8 +15,10 @@ from megatron_opd.sim.costs import (
     Costs,
     EngineCost,
     LearnerCost,
+    RecordedLengths,
     ScoreCost,
     SyncCost,
+    TurnLength,
     encode_costs,
     read_costs,
 )
@@ -35,7 +37,11 @@ COSTS = Costs(
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run whose costs are COSTS."""
-    path = tmp_path_factory.mktemp("recorded")
+    return recorded(tmp_path_factory.mktemp("recorded"))
+
+
+def recorded(path: Path, **sections: Any) -> Path:
+    """The directory of a run whose costs are COSTS, simulated inside `path`."""
     (path / "costs.json").write_bytes(encode_costs(COSTS))
     tree: dict[str, Any] = {
         "run": {"dir": str(path / "run"), "max_steps": 40},
@@ -46,6 +52,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "rollout": {"max_new_tokens": 60},
         "simulation": {"costs": str(path / "costs.json")},
     }
+    for name, section in sections.items():
+        tree[name] = {**tree.get(name, {}), **section}
     (path / "config.yaml").write_text(yaml.safe_dump(tree))
     assert main(["simulate", str(path / "config.yaml")]) == 0
     add_looks(path / "run" / "trace.json", COSTS)
@@ -59,6 +67,31 @@ def test_the_costs_of_a_simulated_run_predict_it(run: Path):
     recorded = json.loads((run / "summary.json").read_text())
     assert outcome.tokens_per_s == pytest.approx(recorded["train_tokens_per_s"], rel=0.08)
     assert found.fitted.costs.host_cores == 1.5
+
+
+def test_turns_and_answers_are_fitted_too(tmp_path: Path):
+    """An environment that takes most of a trajectory's time; without it the run would be faster."""
+    sections: dict[str, Any] = {
+        "data": {"chat_template": True},
+        "environment": {"type": "guess", "max_turns": 6},
+        "simulation": {"turns": {"mean": 3, "answer_s": 2.0}},
+    }
+    run = recorded(tmp_path, **sections)
+    found = calibrate(run)
+    assert abs(found.error) < 0.15
+    outcome = simulate(config_of(run), found.fitted.costs, found.fitted.lengths)
+    summary = json.loads((run / "summary.json").read_text())
+    assert outcome.tokens_per_s == pytest.approx(summary["train_tokens_per_s"], rel=0.1)
+    at_once = RecordedLengths(
+        pairs=found.fitted.lengths.pairs,
+        trajectories=[
+            tuple(TurnLength(turn.given, turn.sampled, 0.0) for turn in turns)
+            for turns in found.fitted.lengths.trajectories
+        ],
+    )
+    faster = simulate(config_of(run), found.fitted.costs, at_once)
+    assert faster.tokens_per_s is not None
+    assert faster.tokens_per_s > 1.3 * summary["train_tokens_per_s"]
 
 
 def test_they_predict_another_schedule_and_a_doubled_stage_does_not(run: Path):

@@ -19,7 +19,7 @@ class Ask:
     """What is asked of a server at a moment."""
 
     at_s: float
-    what: str  # add, cancel, pause, resume
+    what: str  # add, cancel, pause, flush, resume
     job: int = -1
 
 
@@ -30,7 +30,9 @@ class Slow:
     number: int
     prompt: int
     tokens: int
+    trajectory: int | None = None
     done: int = 0
+    found: int = 0
     cancelled: bool = False
     spans: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
 
@@ -38,12 +40,25 @@ class Slow:
 Ended = dict[int, tuple[float, list[tuple[int, int]]]]
 
 
-def by_steps(cost: EngineCost, jobs: list[tuple[int, int]], asks: list[Ask]) -> Ended:
+Request = tuple[int, int, int | None]
+"""Prompt and response tokens, and whose turn it is."""
+
+
+def evict(cost: EngineCost, kept: dict[int, int], running: list[Slow]) -> None:
+    """Let what is kept of trajectories go, the oldest first, until it fits beside the running."""
+    taken = sum(job.prompt + job.tokens for job in running)
+    limit = cost.cache_tokens
+    while limit is not None and kept and taken + sum(kept.values()) > limit:
+        del kept[next(iter(kept))]
+
+
+def by_steps(cost: EngineCost, jobs: list[Request], asks: list[Ask]) -> Ended:
     """When each request is complete, and its spans: one step after the other."""
     slow = [Slow(i, *job) for i, job in enumerate(jobs)]
     waiting: list[Slow] = []
     running: list[Slow] = []
     ended: Ended = {}
+    kept: dict[int, int] = {}
     left, now_s, version = list(asks), 0.0, 0
     pausing = paused = False
 
@@ -63,12 +78,19 @@ def by_steps(cost: EngineCost, jobs: list[tuple[int, int]], asks: list[Ask]) -> 
                 slow[ask.job].cancelled = True
             elif ask.what == "pause":
                 pausing = True
+            elif ask.what == "flush":
+                kept.clear()
             else:
                 version += paused
                 pausing = paused = False
-        for job in running:
+        for job in list(running):
             if job.done == job.tokens and not job.cancelled:
                 ended[job.number] = now_s, job.spans
+                running.remove(job)
+                if job.trajectory is not None:
+                    kept.pop(job.trajectory, None)
+                    kept[job.trajectory] = job.prompt + job.tokens - 1
+                    evict(cost, kept, running)
         running = [job for job in running if job.done < job.tokens and not job.cancelled]
         waiting = [job for job in waiting if not job.cancelled]
         if pausing and not paused:
@@ -83,9 +105,13 @@ def by_steps(cost: EngineCost, jobs: list[tuple[int, int]], asks: list[Ask]) -> 
             if len(running + let_in) == cost.max_running or (full and (running or let_in)):
                 break
             let_in.append(waiting.pop(0))
+            own = 0 if first.trajectory is None else kept.pop(first.trajectory, 0)
+            first.found = min(own, first.prompt - 1)
+            evict(cost, kept, running + let_in)
         if let_in:
             now_s += cost.prefill_s + sum(
-                cost.request_s + (job.prompt + job.done) * cost.prefill_token_s for job in let_in
+                cost.request_s + (job.prompt - job.found + job.done) * cost.prefill_token_s
+                for job in let_in
             )
             for job in let_in:
                 token(job)
@@ -103,7 +129,7 @@ def by_steps(cost: EngineCost, jobs: list[tuple[int, int]], asks: list[Ask]) -> 
             return ended
 
 
-def by_engine(cost: EngineCost, jobs: list[tuple[int, int]], asks: list[Ask]) -> Ended:
+def by_engine(cost: EngineCost, jobs: list[Request], asks: list[Ask]) -> Ended:
     engine = Engine(cost)
     found = [EngineJob(*job) for job in jobs]
     ended: Ended = {}
@@ -122,6 +148,8 @@ def by_engine(cost: EngineCost, jobs: list[tuple[int, int]], asks: list[Ask]) ->
             engine.cancel(found[ask.job], ask.at_s)
         elif ask.what == "pause":
             engine.pause(ask.at_s)
+        elif ask.what == "flush":
+            engine.flush()
         else:
             engine.version += engine.phase == "paused"
             engine.resume(ask.at_s)
@@ -129,7 +157,7 @@ def by_engine(cost: EngineCost, jobs: list[tuple[int, int]], asks: list[Ask]) ->
     return ended
 
 
-def case(seed: int) -> tuple[EngineCost, list[tuple[int, int]], list[Ask]]:
+def case(seed: int) -> tuple[EngineCost, list[Request], list[Ask]]:
     """A random server, requests and what is asked when; every pause is ended."""
     rng = random.Random(seed)
     cost = EngineCost(
@@ -142,7 +170,11 @@ def case(seed: int) -> tuple[EngineCost, list[tuple[int, int]], list[Ask]]:
         max_running=rng.randint(1, 5),
         cache_tokens=rng.choice((None, rng.randint(5, 60))),
     )
-    jobs = [(rng.randint(1, 12), rng.randint(1, 25)) for _ in range(rng.randint(1, 9))]
+    turns = rng.choice((False, True))
+    jobs = [
+        (rng.randint(1, 12), rng.randint(1, 25), rng.choice((None, 0, 1)) if turns else None)
+        for _ in range(rng.randint(1, 9))
+    ]
     long_s = rng.choice((0.0, 5.0, 60.0))
     asks = [Ask(rng.uniform(0, long_s), "add", i) for i in range(len(jobs))]
     for ask in [ask for ask in asks if rng.random() < 0.3]:
@@ -152,6 +184,8 @@ def case(seed: int) -> tuple[EngineCost, list[tuple[int, int]], list[Ask]]:
         pause_s = at_s + rng.uniform(0.01, 20.0)
         at_s = pause_s + rng.choice((rng.uniform(0.01, 0.3), rng.uniform(2.0, 30.0)))
         asks += [Ask(pause_s, "pause"), Ask(at_s, "resume")]
+    if turns and rng.random() < 0.3:
+        asks.append(Ask(rng.uniform(0.0, 30.0), "flush"))
     return cost, jobs, sorted(asks, key=lambda ask: ask.at_s)
 
 
@@ -168,7 +202,7 @@ def test_one_request_takes_its_prefill_and_a_step_for_every_further_token() -> N
     cost = EngineCost(
         step_s=0.1, step_request_s=0.01, step_cached_token_s=0.001, prefill_token_s=0.02
     )
-    ended = by_engine(cost, [(5, 4)], [Ask(1.0, "add", 0)])
+    ended = by_engine(cost, [(5, 4, None)], [Ask(1.0, "add", 0)])
     # three steps with 6, 7 and 8 tokens in the cache
     assert ended[0][0] == pytest.approx(1.0 + 5 * 0.02 + 3 * 0.11 + (6 + 7 + 8) * 0.001)
 
@@ -176,7 +210,7 @@ def test_one_request_takes_its_prefill_and_a_step_for_every_further_token() -> N
 def test_a_pause_computes_the_cache_anew_and_splits_the_response() -> None:
     cost = EngineCost(step_s=1.0, prefill_token_s=0.5)
     asks = [Ask(0.0, "add", 0), Ask(4.5, "pause"), Ask(10.0, "resume")]
-    ended = by_engine(cost, [(4, 6)], asks)
+    ended = by_engine(cost, [(4, 6, None)], asks)
     # prefill until 2, three steps until 5 (the pause waits for the last), 8 tokens anew, one step
     assert ended[0] == (pytest.approx(10.0 + 8 * 0.5 + 1.0), [(0, 0), (1, 4)])
 
@@ -184,5 +218,27 @@ def test_a_pause_computes_the_cache_anew_and_splits_the_response() -> None:
 def test_requests_queue_for_room_in_the_cache() -> None:
     cost = EngineCost(step_s=1.0, cache_tokens=20)
     asks = [Ask(0.0, "add", i) for i in range(3)]
-    ended = by_engine(cost, [(5, 5), (5, 5), (5, 5)], asks)
+    ended = by_engine(cost, [(5, 5, None)] * 3, asks)
     assert [ended[i][0] for i in range(3)] == [4.0, 4.0, 8.0]
+
+
+TURN_COST = EngineCost(step_s=1.0, prefill_token_s=0.5)
+TURNS: list[Request] = [(4, 3, 7), (10, 2, 7)]
+
+
+def test_a_turn_finds_what_the_turn_before_left_in_the_cache() -> None:
+    asks = [Ask(0.0, "add", 0), Ask(10.0, "add", 1)]
+    # 4 + 3 tokens less the last, which was not read, are found: 4 of 10 are computed
+    assert by_engine(TURN_COST, TURNS, asks)[1][0] == pytest.approx(10.0 + 4 * 0.5 + 1.0)
+    flushed = [*asks[:1], Ask(9.0, "flush"), *asks[1:]]
+    assert by_engine(TURN_COST, TURNS, flushed)[1][0] == pytest.approx(10.0 + 10 * 0.5 + 1.0)
+    others: list[Request] = [TURNS[0], (10, 2, 8)]
+    assert by_engine(TURN_COST, others, asks)[1][0] == pytest.approx(10.0 + 10 * 0.5 + 1.0)
+
+
+def test_what_a_turn_left_makes_room_for_others() -> None:
+    cost = EngineCost(step_s=1.0, prefill_token_s=0.5, cache_tokens=18)
+    asks = [Ask(0.0, "add", 0), Ask(10.0, "add", 2), Ask(20.0, "add", 1)]
+    for other, found in (((6, 6, None), 6), ((6, 7, None), 0)):
+        ended = by_engine(cost, [*TURNS, other], asks)
+        assert ended[1][0] == pytest.approx(20.0 + (10 - found) * 0.5 + 1.0), other

@@ -8,7 +8,8 @@ import pytest
 from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.metrics.types import Depths, Phase, WeightSyncReport
-from megatron_opd.records.types import Batch
+from megatron_opd.records.types import Batch, TurnFigures
+from megatron_opd.sim.costs import RecordedLengths, TurnLength
 from megatron_opd.sim.learner import Figures
 from megatron_opd.sim.recording import (
     CpuSeen,
@@ -21,6 +22,7 @@ from megatron_opd.sim.recording import (
 )
 from sglang_bridge.work import PassSums, ServerWork
 from tests.support.fakes import make_sample
+from tests.support.trajectories import trajectory
 
 ORIGIN_S = 100.0
 STUDENT_WORK = ServerWork(decode=PassSums().plus(3, 40, 0.02, 0.01))
@@ -71,6 +73,31 @@ def test_spans_are_those_that_were_drawn(tmp_path: Path):
     assert (before.scores, before.updates, before.syncs) == ((), (), ())
     assert (before.works, before.cpus) == ((), ())
     assert len(found.until(8.55).works) == 1
+
+
+def test_turns_are_read_back_as_they_were_played(tmp_path: Path):
+    """Two sequences: of turns 0 and 1 the first, of turn 2 the other."""
+    rollout = trajectory(3, [[(4, 5), (2, 6)], [(9, 3)]]).rollout
+    turns = tuple(TurnFigures(0.5, answer_s) for answer_s in (1.5, 0.25, 0.0))
+    timeline = Timeline(TraceWriter(tmp_path / "trace.json", 0.0), [], lambda: 1.0)
+    timeline.rolled_out(replace(rollout, turns=turns))
+    timeline.close()
+    (found,) = read_recording(tmp_path).rollouts
+    assert found.turns == (TurnLength(4, 5, 1.5), TurnLength(2, 6, 0.25), TurnLength(9, 3, 0.0))
+    assert (found.given_tokens, found.response_tokens, found.requests) == (15, 14, 3)
+    lengths = read_recording(tmp_path).lengths
+    assert lengths == RecordedLengths(pairs=[(15, 14)], trajectories=[found.turns])
+
+
+@pytest.mark.parametrize("turns", ["[[4, 5]]", "[[4, 5, -1]]", "[4]", "[[4.5, 5, 1]]", "3"])
+def test_damaged_turns_are_no_event_of_a_run(tmp_path: Path, turns: str):
+    drawn(tmp_path / "trace.json")
+    text = (tmp_path / "trace.json").read_text()
+    damaged = text.replace('"finish":', f'"turns":{turns},"finish":', 1)
+    assert damaged != text
+    (tmp_path / "trace.json").write_text(damaged)
+    with pytest.raises(ValueError, match="not an event of a run"):
+        read_recording(tmp_path)
 
 
 def test_a_run_that_was_killed_while_it_wrote_is_read_as_far_as_it_goes(tmp_path: Path):

@@ -8,11 +8,13 @@ import pytest
 
 from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.selection import MaskOverlong, OverlongConfig, SoftPenalty
+from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.types import VersionSpan
 from megatron_opd.sites.checking import Forged, received_sample
 from megatron_opd.transport.samples import encode_sample
 from tests.support.fakes import make_prompt
 from tests.support.hub_links import RULES, done_of, sample_of
+from tests.support.mixed_teachers import mixed_prompt
 
 PROMPT = make_prompt(0)
 HEALTHY = sample_of(PROMPT, version=3)
@@ -158,6 +160,22 @@ def test_a_reward_that_the_loss_reads_must_be_there():
     with pytest.raises(Forged, match="no reward"):
         received(unscored, rules)
     assert received(unscored, rules, reward=1.0).reward == 1.0
+
+
+def test_scores_of_a_mixture_come_with_those_of_each_teacher(monkeypatch):
+    monkeypatch.setitem(globals(), "PROMPT", mixed := mixed_prompt(PROMPT))
+    own = ScoreShape.of(np.full(4, -0.5, np.float32), 100)
+    parts = (("code", own), ("math", own))
+    shape = replace(own, parts=parts)
+    found = received(shape=shape)
+    assert (found.rollout.prompt.mixture, found.parts) == (mixed.mixture, parts)
+    short = (("code", own), ("math", replace(own, rows=3)))
+    nested = (("code", shape), ("math", own))
+    for other in (parts[::-1], parts[:1], short, nested, ()):
+        with pytest.raises(Forged, match="each teacher of a mixture"):
+            received(shape=replace(own, parts=other))
+    with pytest.raises(Forged, match="each teacher of a mixture"):
+        received(shape=None)
 
 
 def test_a_site_without_teachers_brings_no_scores():

@@ -44,6 +44,19 @@ def test_a_share_arrives_as_its_columns():
     assert back.advantage_B.tolist() == [-0.5, 0.5, 1.5, 2.5]
 
 
+def test_the_advantages_of_turns_arrive_by_token_and_no_others_are_sent():
+    share = share_of(2)
+    assert from_frames(0, 4, share.plan, to_frames(share)).turn_advantage_T is None
+    assert "advantage_R" not in msgspec.msgpack.decode(to_frames(share)[0])
+    turns = replace(share, advantage_R=np.array([0.5, -2.0]))
+    back = from_frames(0, 4, share.plan, to_frames(turns))
+    assert back.turn_advantage_T is not None
+    assert back.turn_advantage_T.tolist() == [0.5] * 2 + [-2.0] * 3
+    wrong = replace(share, advantage_R=np.array([0.5]))
+    with pytest.raises(ValueError, match="advantages must be of 2 runs, got 1"):
+        from_frames(0, 4, share.plan, to_frames(wrong))
+
+
 def test_frames_that_were_made_before_are_sent_as_they_are():
     share = share_of(3)
     encoded = [EncodedSample.of(each.sample, 0) for each in share.sequences]
@@ -84,6 +97,7 @@ GROUPS = msgspec.msgpack.decode(to_frames(share_of(2))[0])
         (msgspec.msgpack.encode(GROUPS | {"x": b""}), "columns of groups must be"),
         (msgspec.msgpack.encode(GROUPS | {"defensive_B": b"1"}), "defensive_B must have length 2"),
         (msgspec.msgpack.encode(GROUPS | {"defensive_B": b"1" * 24}), "must have length 2"),
+        (msgspec.msgpack.encode(GROUPS | {"advantage_R": b"1"}), "advantage_R must hold numbers"),
     ],
 )
 def test_damaged_columns_of_groups_are_refused(frame: bytes, message: str):

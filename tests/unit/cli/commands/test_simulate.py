@@ -1,6 +1,7 @@
 """`opd simulate`: the run directory is one that other tools read, and says that it is simulated."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +121,11 @@ def test_lengths_of_a_recorded_run_are_drawn(config: Path, tmp_path: Path) -> No
         (["--set", "simulation.lengths.cv=1e200"], "cv: input should be less than or equal to"),
         (["--set", "teacher=null", "--set", "teachers={b: {model: m}}", *NAMED], "missing b"),
         (
-            ["--set", "environment={type: guess}", "--set", "data.chat_template=true"],
-            "opd simulate and opd plan know no costs of section environment, got type guess",
+            [
+                *("--set", "environment={type: guess, history: branch}"),
+                *("--set", "data.chat_template=true"),
+            ],
+            "environment.history must be append for a prediction, which does not know how often",
         ),
     ],
 )
@@ -147,6 +151,19 @@ def test_the_resolved_configuration_names_the_costs_that_were_given(
     resolved = tmp_path / "run" / "config.resolved.yaml"
     assert main(["simulate", str(resolved), "--overwrite"]) == 0
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == first
+
+
+def test_a_mixture_costs_the_time_of_each_of_its_teachers(config: Path, tmp_path: Path) -> None:
+    """Scoring limits this run: two teachers, one after the other, take about twice as long."""
+    slow = {"teacher": ScoreCost(token_s=1e-2), "b": ScoreCost(token_s=1e-2)}
+    (tmp_path / "costs.json").write_bytes(encode_costs(replace(COSTS, teachers=slow)))
+    walls = []
+    for weights in ("{teacher: 1.0, b: 0}", "{teacher: 0.5, b: 0.5}"):
+        several = ["--set", "teachers={b: {model: m}}", "--set", f"scoring.mixture={weights}"]
+        alone = ["--set", "scoring.concurrency=1"]
+        assert main(["simulate", str(config), *several, *alone, "--overwrite"]) == 0
+        walls.append(json.loads((tmp_path / "run" / "summary.json").read_text())["wall_s"])
+    assert 1.8 < walls[1] / walls[0] < 2.1, walls
 
 
 def test_an_earlier_run_is_kept_unless_told(

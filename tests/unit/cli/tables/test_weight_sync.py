@@ -14,7 +14,8 @@ from rich.console import Console
 from megatron_opd.cli.tables.weight_sync import sync_tables
 from megatron_opd.config.schema import Config
 from megatron_opd.models.spec import ModelSpec
-from megatron_opd.sizing.learner import learner_memory
+from megatron_opd.output import byte_text
+from megatron_opd.sizing.learner import follower_bytes, learner_memory
 from megatron_opd.sizing.parameters import model_parameters
 from megatron_opd.weight_sync.disk_plan import DiskSizes, disk_sizes, versions_at_once
 from megatron_opd.weight_sync.disk_versions import needed
@@ -239,3 +240,21 @@ def test_a_link_speed_is_a_number_above_zero(tmp_path: Path, config: dict, speed
     with pytest.raises(SystemExit, match="2"):
         call(tmp_path, config, "--link-gbs", speed, verb="check")
     assert f"must be a number > 0, got '{speed}'" in capsys.readouterr().err
+
+
+def test_what_teachers_that_follow_cost_is_told():
+    """An average of float32 and a copy of it, of the parameters of a rank; a server's own share."""
+    model = {"model": "s", "dtype": "bfloat16", "tp": 2}
+    source = {"type": "ema", "decay": 0.99, "every": 3}
+    config = minimal(
+        student=model,
+        teacher={**model, "source": source},
+        learner={"dtype": "bfloat16", "parallel": {"tp": 2, "dp": 2, "ep": 2}},
+        schedule={"sync_every": 2},
+    )
+    worst = max(learner_memory(MOE, config.learner, 1), key=lambda stage: stage.weights)
+    assert follower_bytes(MOE, config.learner, config.teacher.source) == 2 * 2 * worst.weights
+    text = shown(config, MOE)
+    kept = byte_text(2 * 2 * worst.weights)
+    assert f"teacher ema 4 updates {kept} " in text
+    assert "teachers that follow" not in shown(config_of(), MOE)

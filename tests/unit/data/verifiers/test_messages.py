@@ -16,6 +16,7 @@ from megatron_opd.data.verifiers.messages import (
     framed,
     read_reply,
     receive_request,
+    with_length,
 )
 
 
@@ -65,6 +66,11 @@ def test_what_is_no_reply_is_refused():
         read(b"\0\0\0\x0f" + b"\x81\xa4type\xa8nonsense")
     with pytest.raises(ValueError, match="Setup"):
         read(framed(Setup({}, 1)))
+    nested = (
+        framed(Judgement(1.0))[4:].replace(b"\x82", b"\x83") + b"\xa1x" + b"\x91" * 20_000 + b"\1"
+    )
+    with pytest.raises(ValueError, match="nested too deeply"):
+        read(with_length(nested))
 
 
 def test_a_closed_socket_is_the_end():

@@ -24,6 +24,7 @@ from sglang_bridge.ports import free_port
 from sglang_bridge.server import option_rules, options
 from sglang_bridge.server.compat import batches, hooks, ranks, startup
 from sglang_bridge.server.entry import offer_standins
+from sglang_bridge.server.spec import ENABLED_VARIABLE
 from tests.support.sockets import listening, open_to_others
 from tools import sglang_options
 
@@ -348,6 +349,9 @@ def test_the_platform_is_for_machines_without_cuda(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert platform.activate() is None
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv(ENABLED_VARIABLE, "0")
+    assert platform.activate() is None, "SGLang's own command is left alone"
+    monkeypatch.setenv(ENABLED_VARIABLE, "1")
     assert resolve(platform.activate())().get_default_attention_backend() == "torch_native"
 
 

@@ -1,5 +1,6 @@
 """Ids that are only padding have probability 0 on a server, as they have in the learner."""
 
+import multiprocessing
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,9 +9,10 @@ import pytest
 import torch
 
 from sglang_bridge.server import plugin
+from sglang_bridge.server.compat import hooks, ranks, startup
 from sglang_bridge.server.sampling import behaviour
 from sglang_bridge.server.selection import Wanted, select
-from sglang_bridge.server.spec import NUM_IDS_VARIABLE
+from sglang_bridge.server.spec import ENABLED_VARIABLE, NUM_IDS_VARIABLE
 
 ROWS, IDS = 40, 29
 
@@ -44,3 +46,43 @@ def test_the_server_counts_no_more_ids(monkeypatch: pytest.MonkeyPatch):
     torch.testing.assert_close(plugin.around_logits(made), made())
     monkeypatch.setenv(NUM_IDS_VARIABLE, str(IDS))
     assert plugin.num_ids(model.vocab_size) == IDS
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    found: list[str] = []
+    monkeypatch.setattr(hooks, "hook", lambda target, *_: found.append(target))
+    monkeypatch.setattr(startup, "bind_stores", lambda: None)
+    monkeypatch.setattr(ranks, "allow_deterministic_attention", lambda _: None)
+    return found
+
+
+def test_sglangs_own_command_is_changed_only_where_that_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, hooked: list[str]
+):
+    monkeypatch.delenv(ENABLED_VARIABLE)
+    monkeypatch.setattr(hooks, "version", lambda _: "0.5.22")
+    plugin.register()
+    assert hooked == []
+
+
+def test_another_sglang_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, hooked: list[str], capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(hooks, "version", lambda _: "0.5.22")
+    with pytest.raises(SystemExit) as ended:
+        plugin.register()
+    assert (ended.value.code, hooked) == (2, [])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: sglang_bridge supports sglang {hooks.SUPPORTED}, found 0.5.22")
+    assert line.endswith(f"or start it without {ENABLED_VARIABLE}=1")
+
+
+def test_workers_get_no_routes(monkeypatch: pytest.MonkeyPatch, hooked: list[str]):
+    plugin.register()
+    assert hooks.SERVE in hooked
+    hooked.clear()
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: "another")
+    plugin.register()
+    assert len(hooked) > 10
+    assert hooks.SERVE not in hooked

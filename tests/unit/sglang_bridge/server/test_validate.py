@@ -75,3 +75,12 @@ def test_bad_draw_requests_are_refused(params: dict, sampling: dict, message: st
     with pytest.raises(ValueError, match=message):
         validate.check_draw_params(params, SimpleNamespace(sampling_params=sampling), 20)
     validate.check_draw_params({wire.NUM_DRAWS: 0}, SimpleNamespace(sampling_params={}), 20)
+
+
+@pytest.mark.parametrize("ids", [[20], [3, -1], [2**31 - 1, 0]])
+def test_an_input_id_beyond_the_embedding_is_refused(ids: list[int]):
+    """It would end the scheduler, and with it the server."""
+    validate.check_input_ids([0, 19], 20)
+    validate.check_input_ids(None, 20)
+    with pytest.raises(ValueError, match=r"input_ids must be in 0\.\.19"):
+        validate.check_input_ids(ids, 20)

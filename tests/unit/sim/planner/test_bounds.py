@@ -4,7 +4,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from megatron_opd.sim.costs import EngineCost, LognormalLengths, ScoreCost, SyncCost
+from megatron_opd.sim.costs import (
+    EngineCost,
+    LognormalLengths,
+    LognormalTurns,
+    ScoreCost,
+    SyncCost,
+)
 from megatron_opd.sim.planner.candidates import Candidate, LearnerSize, ScheduleChoice, Teacher
 from megatron_opd.sim.planner.quick import STAGES, Quick
 from tests.support.search_cases import (
@@ -97,8 +103,31 @@ def following(update_s: float, sync_s: float) -> Candidate:
 def test_no_simulation_is_faster_than_the_bound(
     candidate: Candidate, overlap: bool, cv: float, mini_batches: int
 ):
-    config = config_of(overlap=overlap, mini_batches=mini_batches)
     lengths = LognormalLengths(mean=30, cv=cv, prompt_tokens=10)
+    check_bound(candidate, lengths, overlap, mini_batches)
+
+
+@settings(max_examples=60, deadline=None)
+@example(following(0.05, 0.3), False, 0.0, 5.0, 1.0)  # its weight sync waits for turns alone
+@given(
+    candidates(),
+    st.booleans(),
+    st.sampled_from([0.0, 0.8, 2.0]),
+    st.sampled_from([0.0, 0.2, 5.0]),
+    st.sampled_from([0.0, 1.0]),
+)
+def test_no_simulation_of_trajectories_is_faster_than_the_bound(
+    candidate: Candidate, overlap: bool, cv: float, answer_s: float, spread: float
+):
+    """Some are cut by a limit; 30 tokens of a turn and 4 turns in 160 tokens."""
+    turns = LognormalTurns(mean=2.5, cv=spread, given_tokens=5, answer_s=answer_s, answer_cv=spread)
+    lengths = LognormalLengths(mean=30, cv=cv, prompt_tokens=10, turns=turns)
+    check_bound(candidate, lengths, overlap, 1)
+
+
+def check_bound(candidate: Candidate, lengths: LognormalLengths, overlap: bool, mini_batches: int):
+    plays = lengths.turns is not None
+    config = config_of(overlap=overlap, mini_batches=mini_batches, plays=plays)
     demand = demand_for(config, lengths)
     bounds = bounds_of(config, demand)
     simulated_s = simulator(config, demand, lengths)(candidate).seconds
@@ -155,21 +184,48 @@ def test_the_bound_is_near_where_one_stage_is_all(
     assert bound_s >= least * simulator(config, demand)(candidate).seconds
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: f"{each.config.type}-{each.bound}")
-def test_responses_that_outlast_weight_syncs_keep_within_the_bound(schedule: ScheduleChoice):
-    """Only with in_flight keep does a weight sync wait for them."""
-    config = config_of()
-    lengths = LognormalLengths(mean=30, cv=2.0, prompt_tokens=10)
-    demand = demand_for(config, lengths)
-    candidate = Candidate(
-        learner=learner_of(4, update_s=0.1, token_s=1e-4),
-        student=student_of(1, EngineCost(step_s=0.1), SyncCost(sync_s=0.0, paused_s=0.0)),
-        servers=5,
+def without_teacher(
+    schedule: ScheduleChoice, token_s: float, step_s: float, servers: int
+) -> Candidate:
+    return Candidate(
+        learner=learner_of(4, update_s=0.1, token_s=token_s),
+        student=student_of(1, EngineCost(step_s=step_s), SyncCost(sync_s=0.0, paused_s=0.0)),
+        servers=servers,
         teacher=None,
         teachers=0,
         schedule=schedule,
         concurrency=100,
         scoring=16,
     )
+
+
+@pytest.mark.parametrize(
+    ("kind", "spread", "least"),
+    [
+        # all at once, so the slowest; permits of two batches, which are under way for two updates
+        (schedule_of("sync"), 1.0, 0.9),
+        (schedule_of("async", max_staleness=1.0), 0.0, 0.5),
+    ],
+)
+def test_the_bound_knows_how_long_environments_answer(
+    kind: ScheduleChoice, spread: float, least: float
+):
+    config = config_of(plays=True)
+    turns = LognormalTurns(mean=3, given_tokens=5, answer_s=20.0, answer_cv=spread)
+    lengths = LognormalLengths(mean=30, prompt_tokens=10, turns=turns)
+    demand = demand_for(config, lengths)
+    candidate = without_teacher(kind, token_s=1e-5, step_s=0.01, servers=1)
+    bound_s = bounds_of(config, demand).seconds(candidate)
+    simulated_s = simulator(config, demand, lengths)(candidate).seconds
+    assert least * simulated_s <= bound_s <= simulated_s * (1 + SLACK)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda each: f"{each.config.type}-{each.bound}")
+def test_responses_that_outlast_weight_syncs_keep_within_the_bound(schedule: ScheduleChoice):
+    """Only with in_flight keep does a weight sync wait for them."""
+    config = config_of()
+    lengths = LognormalLengths(mean=30, cv=2.0, prompt_tokens=10)
+    demand = demand_for(config, lengths)
+    candidate = without_teacher(schedule, token_s=1e-4, step_s=0.1, servers=5)
     bound_s = bounds_of(config, demand).seconds(candidate)
     assert bound_s <= simulator(config, demand, lengths)(candidate).seconds * (1 + SLACK)

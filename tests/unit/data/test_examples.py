@@ -11,8 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megatron_opd.config.sft import SftConfig
+from megatron_opd.data.answers import Example
+from megatron_opd.data.examples import ExampleRules, example_rules, read_examples
 from megatron_opd.data.messages import read_chat
-from megatron_opd.data.pairs import Pair, PairRules, pair_rules, read_pairs
 from megatron_opd.data.render import Rendered, Rendering, render_prompts
 from megatron_opd.models.spec import read_model_spec
 from tests.support.framed import BOS, STOP, TURN, framed
@@ -43,18 +44,30 @@ def tokenizer_with(template: str | None) -> Any:
     return made
 
 
-def rules(tokenizer: Any, *, chats: bool = False, **changes: Any) -> PairRules:
+def rules(tokenizer: Any, *, chats: bool = False, **changes: Any) -> ExampleRules:
     stop = tokenizer.convert_tokens_to_ids(STOP)
     ends = {"end_ids": frozenset({stop, tokenizer.eos_token_id}), "end_id": tokenizer.eos_token_id}
     how = Rendering(tokenizer.chat_template is not None)
     given = {"rendering": how, "max_tokens": 999, **ends, **changes}
-    return PairRules("prompt", "response", "messages" if chats else None, **given)
+    return ExampleRules("prompt", "response", "messages" if chats else None, **given)
 
 
-def pairs_of(path: Path, tokenizer: Any, row: dict[str, Any], **changes: Any) -> list[Pair]:
+def pairs_of(path: Path, tokenizer: Any, row: dict[str, Any], **changes: Any) -> list[Example]:
     file = path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    return read_pairs(file, tokenizer, rules(tokenizer, chats="messages" in row, **changes)).pairs
+    return read_examples(
+        file, tokenizer, rules(tokenizer, chats="messages" in row, **changes)
+    ).examples
+
+
+def prompt_of(example: Example) -> list[int]:
+    """The ids before an example's first answer."""
+    return example.ids_S[: example.runs[0].start].tolist()
+
+
+def learnt(example: Example) -> list[int]:
+    """The ids that an example learns."""
+    return example.ids_S[example.position_T].tolist()
 
 
 def prompt_of_a_run(tokenizer: Any, prompt: Any) -> list[int]:
@@ -69,9 +82,9 @@ def test_a_text_begins_as_in_a_run(tmp_path: Path, text: str):
     """Before: without BOS."""
     tokenizer = tokenizer_with(None)
     (pair,) = pairs_of(tmp_path, tokenizer, {"prompt": text, "response": "2"})
-    assert pair.prompt_ids.tolist() == prompt_of_a_run(tokenizer, text)
-    assert pair.prompt_ids.tolist() == tokenizer("1+1=")["input_ids"]
-    assert pair.response_ids.tolist() == [*tokenizer.encode("2", add_special_tokens=False), 1]
+    assert prompt_of(pair) == prompt_of_a_run(tokenizer, text)
+    assert prompt_of(pair) == tokenizer("1+1=")["input_ids"]
+    assert learnt(pair) == [*tokenizer.encode("2", add_special_tokens=False), 1]
 
 
 def test_a_response_begins_where_its_prompt_ends(tmp_path: Path):
@@ -85,41 +98,42 @@ def test_a_response_begins_where_its_prompt_ends(tmp_path: Path):
     )
     assert tokenizer.convert_ids_to_tokens(tokenizer.encode("b")) == ["▁b"]
     (pair,) = pairs_of(tmp_path, tokenizer, {"prompt": "a", "response": "b"})
-    ids = [*pair.prompt_ids.tolist(), *pair.response_ids.tolist()]
+    ids = [*prompt_of(pair), *learnt(pair)]
     assert tokenizer.convert_ids_to_tokens(ids) == ["▁a", "b", "</s>"]
 
 
-@pytest.mark.parametrize("template", [TEMPLATE, THINKS])
-def test_every_answer_of_a_chat_is_an_example(tmp_path: Path, template: str):
+@pytest.mark.parametrize(("template", "sequences"), [(TEMPLATE, 1), (THINKS, 2)])
+def test_every_answer_of_a_chat_is_learnt(tmp_path: Path, template: str, sequences: int):
     """Its prompt is the run's, whatever the template does with earlier answers."""
     tokenizer = tokenizer_with(template)
     found = pairs_of(tmp_path, tokenizer, {"messages": CHAT})
-    assert len(found) == 2
-    for pair, end in zip(found, (2, 4), strict=True):
+    assert len(found) == sequences
+    answers = [
+        (example.ids_S.tolist(), run.start, run.stop) for example in found for run in example.runs
+    ]
+    for (ids, start, stop), end in zip(answers, (2, 4), strict=True):
         before = read_chat({"m": CHAT[:end]}, "m")
-        assert pair.prompt_ids.tolist() == prompt_of_a_run(tokenizer, before)
+        assert ids[:start] == prompt_of_a_run(tokenizer, before)
         whole = tokenizer.apply_chat_template(CHAT[: end + 1], return_dict=False)
-        ids = [*pair.prompt_ids.tolist(), *pair.response_ids.tolist()]
-        assert ids == whole[: len(ids)]
+        assert ids[:stop] == whole[:stop]
         # the answer and its end token, and not what the template writes behind it
-        answer = f"{CHAT[end]['content']}{STOP}"
-        assert tokenizer.decode(pair.response_ids) == answer
-        assert tokenizer.decode(whole[len(ids) :]) == "\n"
+        assert tokenizer.decode(ids[start:stop]) == f"{CHAT[end]['content']}{STOP}"
+        assert tokenizer.decode(whole[stop:]) == "\n"
 
 
 def test_a_prompt_and_its_response_are_a_chat(tmp_path: Path):
     tokenizer = tokenizer_with(TEMPLATE)
     for prompt in ("1+1=", [{"role": "user", "content": "1+1="}]):
         (pair,) = pairs_of(tmp_path, tokenizer, {"prompt": prompt, "response": "2"})
-        assert pair.prompt_ids.tolist() == prompt_of_a_run(tokenizer, "1+1=")
-        assert tokenizer.decode(pair.response_ids) == f"2{STOP}"
+        assert prompt_of(pair) == prompt_of_a_run(tokenizer, "1+1=")
+        assert tokenizer.decode(learnt(pair)) == f"2{STOP}"
 
 
 def test_columns_that_no_key_names_are_told(tmp_path: Path):
     """Before: the second half of an instruction was left out in silence."""
     row, file = {"prompt": "Add:", "input": "1+1", "response": "2"}, tmp_path / "rows.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    (note,) = read_pairs(file, tokenizer_with(None), rules(tokenizer_with(None))).notes
+    (note,) = read_examples(file, tokenizer_with(None), rules(tokenizer_with(None))).notes
     assert note == f"{file}: no key names the columns 'input', which are not read"
 
 
@@ -131,8 +145,8 @@ def test_what_stands_behind_an_end_token_is_told(template: str | None, tmp_path:
     def found(*responses: str) -> tuple[list[str], list[str]]:
         rows = ({"prompt": "1+1=", "response": each} for each in responses)
         file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        read = read_pairs(file, tokenizer, rules(tokenizer))
-        return [tokenizer.decode(pair.response_ids) for pair in read.pairs], read.notes
+        read = read_examples(file, tokenizer, rules(tokenizer))
+        return [tokenizer.decode(learnt(pair)) for pair in read.examples], read.notes
 
     kept, notes = found("2", f"2{STOP}{TURN}user\nand 1+2?", f"2{STOP}\n")
     assert kept[1:] == [f"2{STOP}"] * 2
@@ -147,14 +161,14 @@ def test_an_answer_that_its_template_does_not_end_gets_an_end(tmp_path: Path):
     only_eos = {"end_ids": frozenset({tokenizer.eos_token_id})}
     row = {"prompt": "1+1=", "response": "2 "}
     (pair,) = pairs_of(tmp_path, tokenizer, row, **only_eos)
-    assert tokenizer.decode(pair.response_ids) == f"2 {STOP}<eos>"
-    found = read_pairs(tmp_path / "rows.jsonl", tokenizer, rules(tokenizer, **only_eos))
+    assert tokenizer.decode(learnt(pair)) == f"2 {STOP}<eos>"
+    found = read_examples(tmp_path / "rows.jsonl", tokenizer, rules(tokenizer, **only_eos))
     (note,) = found.notes
     assert "1 of 1 examples have answers that the chat template does not end" in note
     assert f"{STOP!r} is behind the answer, <eos> is added" in note
     tokenizer.chat_template = TEMPLATE.replace(f"{STOP}\n", "")
     (pair,) = pairs_of(tmp_path, tokenizer, row)
-    assert tokenizer.decode(pair.response_ids) == "2 <eos>"
+    assert tokenizer.decode(learnt(pair)) == "2 <eos>"
 
 
 @pytest.mark.parametrize(
@@ -195,7 +209,7 @@ def test_what_ends_a_response_is_what_the_servers_of_the_model_end_at(models: Pa
     (init / "own.jinja").write_text(TEMPLATE)
     given = {"init": str(init), "output": "x", "train": "x", "chat_template": init / "own.jinja"}
     config = SftConfig.model_validate(given)
-    found = pair_rules(config, tokenizer, read_model_spec(init), datetime(2024, 1, 1))
+    found = example_rules(config, tokenizer, read_model_spec(init), datetime(2024, 1, 1))
     assert found.end_ids >= {stop, 1}
     assert found.end_id == tokenizer.eos_token_id
 
@@ -212,18 +226,18 @@ def test_an_answer_whose_calls_or_thoughts_are_not_written_is_told_or_refused(tm
     ):
         file.write_text(json.dumps({"messages": [asked, {"role": "assistant", **answer}]}))
         if message is None:
-            (note,) = read_pairs(file, tokenizer, rules(tokenizer, chats=True)).notes
+            (note,) = read_examples(file, tokenizer, rules(tokenizer, chats=True)).notes
             assert "thoughts of which the chat template writes nothing" in note
             continue
         with pytest.raises(ValueError, match=message):
-            read_pairs(file, tokenizer, rules(tokenizer, chats=True))
+            read_examples(file, tokenizer, rules(tokenizer, chats=True))
 
 
 def test_a_text_that_ends_with_an_end_token_gets_no_other(tmp_path):
     tokenizer = tokenizer_with(None)
     stop = tokenizer.convert_tokens_to_ids(STOP)
     (pair,) = pairs_of(tmp_path, tokenizer, {"prompt": "a", "response": f"b{STOP}"})
-    assert pair.response_ids.tolist() == [*tokenizer("b", add_special_tokens=False).input_ids, stop]
+    assert learnt(pair) == [*tokenizer("b", add_special_tokens=False).input_ids, stop]
 
 
 def test_nothing_but_the_turns_end_is_behind_an_empty_answer(tmp_path):
@@ -232,4 +246,4 @@ def test_nothing_but_the_turns_end_is_behind_an_empty_answer(tmp_path):
     own = {"end_ids": frozenset({tokenizer.eos_token_id})}
     (pair,) = pairs_of(tmp_path, tokenizer, row, **own)
     stop = tokenizer.convert_tokens_to_ids(STOP)
-    assert pair.response_ids.tolist() == [stop, tokenizer.eos_token_id]
+    assert learnt(pair) == [stop, tokenizer.eos_token_id]

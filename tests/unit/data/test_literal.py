@@ -9,8 +9,8 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megatron_opd.data.chats import ASSISTANT, TOOL, USER, ChatMessage
+from megatron_opd.data.literal import MARK, NAME, SPOKEN, LiteralEncoder
 from megatron_opd.data.tokenizer import build_tokenizer
-from megatron_opd.environments.literal import MARK, NAME, SPOKEN, LiteralEncoder
 from tests.support.chat_families import BY_NAME, FAMILIES
 
 ENCODERS = {family.name: LiteralEncoder(family.tokenizer()) for family in FAMILIES}

@@ -1,4 +1,4 @@
-"""Watches the connections of `opd watch`, of which aiohttp itself lets any number wait for ever.
+"""Watches the connections of an aiohttp server, which itself lets any number wait for ever.
 
 Each connection's protocol passes everything on to aiohttp's, and keeps the connection's clock
 (sglang_bridge/arrivals.py); a middleware tells it which requests are there and who may ask.
@@ -7,15 +7,19 @@ Each connection's protocol passes everything on to aiohttp's, and keeps the conn
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import cast
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler
 
 from sglang_bridge.arrivals import Arrival, ArrivalPhase, Arrivals
+from sglang_bridge.refusals import Refusals
 
-FORBIDDEN = 403
+STRANGE = (401, 403)
+"""What is answered to who has shown no key."""
 
 
 class Door(asyncio.Protocol):
@@ -73,7 +77,31 @@ async def tell_door(request: web.Request, handler: Handler) -> web.StreamRespons
     known = False
     try:
         response = await handler(request)
-        known = response.status != FORBIDDEN
+        known = response.status not in STRANGE
     finally:
         arrival.answered(known=known)
     return response
+
+
+class NotHttp(logging.Filter):
+    """Counts what aiohttp would log with a traceback: bytes of a stranger that are no request."""
+
+    def __init__(self, refusals: Refusals) -> None:
+        super().__init__()
+        self._refusals = refusals
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether the record is logged."""
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, HttpProcessingError):
+            return True
+        self._refusals.add("what is not HTTP")
+        return False
+
+
+def counting_logger(refusals: Refusals, logger: logging.Logger) -> logging.Logger:
+    """Return the logger for aiohttp's server, below `logger`."""
+    made = logging.Logger(f"{logger.name}.http")
+    made.parent = logger
+    made.addFilter(NotHttp(refusals))
+    return made

@@ -1,7 +1,8 @@
-"""Encodes what a template writes, so that no text of an environment becomes a control token.
+"""Encodes what a template writes, so that no message becomes a control token.
 
-Invariant: control tokens come from the template and from what was sampled alone. The rest of a text
-is encoded as the tokenizer encodes it, also across the border of a template's text and a message's.
+Invariant: control tokens come from the template and from what the model says alone. The rest of a
+text is encoded as the tokenizer encodes it, also across the border of a template's text and a
+message's.
 
 A message's text is marked before it is rendered: a character that no text may hold is put into
 everything that looks like a control token. In what the template then writes, the unmarked control
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 # Noncharacters: Unicode reserves them for a program's own use, and no text has them.
 MARK, NAME, SPOKEN = "\ufdd0", "\ufdd1", "\ufdd2"
 _FIRST = 0xE000
-_NOT_TEXT = re.compile("[\ud800-\udfff\ufdd0-\ufdd2]")
+NOT_TEXT = re.compile("[\ud800-\udfff\ufdd0-\ufdd2]")
 REPLACEMENT = "\ufffd"
 
 
@@ -80,7 +81,7 @@ class LiteralEncoder:
 
     def _mark(self, value: Any) -> Any:
         if isinstance(value, str):
-            text = _NOT_TEXT.sub(REPLACEMENT, value)
+            text = NOT_TEXT.sub(REPLACEMENT, value)
             while match := self._pattern.search(text):
                 text = text[: match.start() + 1] + MARK + text[match.start() + 1 :]
             return text
@@ -98,8 +99,8 @@ class LiteralEncoder:
         if fast is None:
             kind = type(self._tokenizer).__name__
             raise ValueError(
-                f"environment: the student's tokenizer must be a fast one, got {kind}; convert it "
-                "to a tokenizer.json"
+                f"student.model: its tokenizer must be a fast one, got {kind}; convert it to a "
+                "tokenizer.json"
             )
         tree = json.loads(fast.to_str())
         tree["post_processor"] = None

@@ -1,0 +1,62 @@
+"""Checks what teachers are to read against the sections that say what students read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_opd.config.tree import ConfigTree, key_of_teacher
+from megatron_opd.config.wording import shown
+
+
+def _teacher_prompt(config: ConfigTree) -> str | None:
+    key = config.data.teacher_prompt_key
+    if key is None:
+        return None
+    if not config.estimator.reads_teacher:
+        return (
+            f"data.teacher_prompt_key {key} has no effect: objective.type {config.objective.type} "
+            "reads no teacher; leave it null"
+        )
+    if config.environment is not None:
+        return (
+            f"data.teacher_prompt_key must be null with an environment, which says the prompts of "
+            f"its trajectories, got {key}; leave one of them out"
+        )
+    return None
+
+
+def _own_reading(config: ConfigTree) -> str | None:
+    for name, section in config.all_teachers.items():
+        reading, role = section.own_reading, key_of_teacher(name)
+        if not reading:
+            continue
+        key, value = next(iter(reading.items()))
+        got = f"got {shown(str(value) if key == 'chat_template' else value)}"
+        if not config.estimator.reads_teacher:
+            return (
+                f"{role}.{key} has no effect: objective.type {config.objective.type} reads no "
+                f"teacher, {got}; leave it null"
+            )
+        if config.environment is not None:
+            return (
+                f"{role}.{key} must be null with an environment, whose words a teacher reads as "
+                f"the student does, {got}; leave one of them out"
+            )
+        if config.scoring.mixture:
+            return (
+                f"{role}.{key} must be null with scoring.mixture, whose teachers read the same "
+                f"prompts, {got}; leave one of them out"
+            )
+        template = section.chat_template
+        if not (config.data.chat_template if template is None else template):
+            needing = [key for key in reading if key != "chat_template"]
+            if needing:
+                return (
+                    f"{role}.{needing[0]} needs {role}.chat_template: true or a file, or one of "
+                    f"data.chat_template, got {shown(reading[needing[0]])} without it; set "
+                    f"{role}.chat_template: true or leave it out"
+                )
+    return None
+
+
+TEACHER_RULES: tuple[Callable[[ConfigTree], str | None], ...] = (_teacher_prompt, _own_reading)

@@ -1,0 +1,1 @@
+"""Lets a program of the user's play trajectories, through an OpenAI-compatible endpoint."""
