@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_opd.config.environment import AgentConfig
 from megatron_opd.config.tree import ConfigTree, key_of_teacher
 from megatron_opd.config.wording import shown
 
@@ -25,6 +26,20 @@ def _teacher_prompt(config: ConfigTree) -> str | None:
     return None
 
 
+def otherwise_played(config: ConfigTree) -> str | None:
+    """Return what plays trajectories that a teacher cannot read in a rendering of its own."""
+    environment = config.environment
+    if environment is None:
+        return None
+    if isinstance(environment, AgentConfig):
+        return "environment.type agent"
+    if environment.history != "append":
+        return f"environment.history {environment.history}"
+    if config.workers.count:
+        return "an environment on data workers (workers.count)"
+    return "an environment at sites (sites.members)" if config.sites.members else None
+
+
 def _own_reading(config: ConfigTree) -> str | None:
     for name, section in config.all_teachers.items():
         reading, role = section.own_reading, key_of_teacher(name)
@@ -37,10 +52,11 @@ def _own_reading(config: ConfigTree) -> str | None:
                 f"{role}.{key} has no effect: objective.type {config.objective.type} reads no "
                 f"teacher, {got}; leave it null"
             )
-        if config.environment is not None:
+        beside = otherwise_played(config)
+        if beside is not None:
             return (
-                f"{role}.{key} must be null with an environment, whose words a teacher reads as "
-                f"the student does, {got}; leave one of them out"
+                f"{role}.{key} must be null with {beside}, whose words a teacher reads as the "
+                f"student does, {got}; leave one of them out"
             )
         if config.scoring.mixture:
             return (

@@ -6,7 +6,7 @@ One function reads it for `opd run` and for `opd check`, so that they cannot dis
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -26,11 +26,17 @@ from megatron_opd.data.shards import is_there
 from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.data.verifying import TaskVerifiers
+from megatron_opd.environments.teacher_reading import TeacherReader
 from megatron_opd.environments.turns import TurnEncoder
 from megatron_opd.environments.user import UserPart
 from megatron_opd.errors import UserError, checked
 from megatron_opd.inputs.disk_space import disk_notes
-from megatron_opd.inputs.environments import environment_notes, turn_encoder, user_part
+from megatron_opd.inputs.environments import (
+    environment_notes,
+    teacher_readers,
+    turn_encoder,
+    user_part,
+)
 from megatron_opd.inputs.kept_data import Begun, Shape
 from megatron_opd.inputs.model_facts import trust_note
 from megatron_opd.inputs.models import (
@@ -90,7 +96,8 @@ class Inputs:
     or the tokenizer is not here. absent: what was not here to be checked. notes: what the user
     should know. shape: of the training files, None where not all of them was read. state: what the
     controller continues from. turns: encodes what an environment says; None without one. user: how
-    a teacher plays the user; None where none does.
+    a teacher plays the user; None where none does. readers: of teachers that read trajectories
+    otherwise than the student, by name.
     """
 
     checked: CheckedModels
@@ -103,6 +110,7 @@ class Inputs:
     state: ControllerState = NOTHING_YET
     turns: TurnEncoder | None = None
     user: UserPart | None = None
+    readers: Mapping[str, TeacherReader] = field(default_factory=dict[str, TeacherReader])
 
 
 def read_inputs(
@@ -147,13 +155,13 @@ def read_inputs(
     if not gone:
         how = HowRead(first_rows, by_row(begun), judge_all, watched)
         train = read_train(config, models, how)
-    unseen = unseen_keys(config, train) if train else []
     shape, state, changed_data = going_on(config, train, begun)
     if train:
         check_enough(config, train, shape)
     absent += [f"data.train {path}: not here" for path in gone]
     judge = None if models.tokenizer is None else make_judge(config, models.tokenizer)
-    turns, user = turn_encoder(config, models), user_part(config, models, train)
+    turns, readers = turn_encoder(config, models), teacher_readers(config, models)
+    user = user_part(config, models, train)
     every = (*train, *heldout.values())
     said = (
         *notes(config),
@@ -169,9 +177,9 @@ def read_inputs(
         *changed,
         *rendering_notes(config, models, every),
         *template_notes_of_teachers(config, models, train),
-        *environment_notes(config, turns, train),
+        *environment_notes(config, turns, train, readers),
         *drawn_notes(train),
-        *unseen,
+        *(unseen_keys(config, train) if train else ()),
         *unhinted_notes(config, train),
         *skipped_lines(every),
         *changed_data,
@@ -182,7 +190,9 @@ def read_inputs(
             for line in seen_problems(train, key_of_set(config, name), each.path, each.examples)
         ),
     )
-    return Inputs(models, train, heldout, judge, tuple(absent), said, shape, state, turns, user)
+    return Inputs(
+        models, train, heldout, judge, tuple(absent), said, shape, state, turns, user, readers
+    )
 
 
 def model_notes(models: CheckedModels) -> list[str]:
@@ -373,6 +383,7 @@ def prepare(
         ends=inputs.checked.ends,
         ending=ending_of(config, inputs.checked),
         turns=inputs.turns,
+        readers=inputs.readers,
         user=inputs.user,
         first=tuple(every[:RESPONSES]),
         template=inputs.checked.template,

@@ -14,6 +14,7 @@ from megatron_opd.data.judge import Judge
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.data.template import RunTemplate
+from megatron_opd.environments.teacher_reading import TeacherReader
 from megatron_opd.environments.turns import TurnEncoder
 from megatron_opd.environments.user import UserPart
 from megatron_opd.inputs.kept_data import Shape
@@ -31,10 +32,10 @@ class Prepared:
     verifier. decode: turns token ids into text. probes: training prompts by teacher, to look at its
     scores before the run. ends: the ids that end a response of every role's model. ending: what
     ends a response of the run, besides its row's own strings. turns: encodes what an environment
-    says; None without one. first: training prompts, the first ones. user: how a teacher plays the
-    user; None where none does. template: what chats are rendered with. train: the files that
-    prompts are drawn from. notes: for the terminal. shape: of the training files. state: what the
-    controller continues from.
+    says; None without one. readers: of teachers that read that otherwise, by name. first: training
+    prompts, the first ones. user: how a teacher plays the user; None where none does. template:
+    what chats are rendered with. train: the files that prompts are drawn from. notes: for the
+    terminal. shape: of the training files. state: what the controller continues from.
     """
 
     student: ModelFacts
@@ -50,6 +51,7 @@ class Prepared:
     shape: Shape
     turns: TurnEncoder | None = None
     user: UserPart | None = None
+    readers: Mapping[str, TeacherReader] = field(default_factory=dict[str, TeacherReader])
     first: tuple[Prompt, ...] = ()
     template: RunTemplate = field(default_factory=RunTemplate)
     notes: tuple[str, ...] = ()

@@ -234,6 +234,8 @@ def make_row(
     prompt = rollout.prompt if isinstance(rollout, Rollout | HeldRollout) else rollout
     reason, detail = drop if drop is not None else (None, None)
     own_Q = None if prompt is None else prompt.teacher_ids_Q
+    if isinstance(rollout, Rollout) and rollout.teacher_given:
+        own_Q = rollout.teacher_given[0]
     row = RolloutRow(
         update=update,
         uid=uid,

@@ -143,7 +143,8 @@ class Rollout:
     input of the model visited when it was last computed in the fleet; None unless asked for.
     gates_XLk: float32, the weights that these experts' outputs were multiplied with then, in the
     same order; None unless asked for. reward: of its environment; None: it gave none. turns: what
-    the environment did; none without one.
+    the environment did; none without one. teacher_given: int32 [G] for each run, what its teacher
+    reads in front of it instead of what the student was given; none: the same.
     """
 
     prompt: Prompt
@@ -160,6 +161,7 @@ class Rollout:
     gates_XLk: GateArray | None = None
     reward: float | None = None
     turns: tuple[TurnFigures, ...] = ()
+    teacher_given: tuple[IntArray, ...] = ()
 
     @property
     def last_turn_ids(self) -> IntArray:

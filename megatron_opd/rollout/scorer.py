@@ -36,6 +36,8 @@ from megatron_opd.records.types import (
     AnySample,
     HeldRollout,
     HeldSample,
+    IntArray,
+    Rollout,
     Sample,
 )
 from megatron_opd.rollout.mixing import Blend, asks_of
@@ -206,7 +208,9 @@ class FleetScorer:
     def _asks(self, rollout: AnyRollout, sequence: int) -> list[TeacherAsk]:
         """Return what the teachers of a sequence are asked, in order."""
         uid, of = rollout.prompt.uid, () if sequence == 0 else (sequence,)
-        own_Q = rollout.prompt.teacher_ids_Q
+        own_Q, between = rollout.prompt.teacher_ids_Q, list[IntArray]()
+        if isinstance(rollout, Rollout) and rollout.teacher_given:
+            own_Q, *between = rollout.teacher_given
         ask = TeacherAsk(
             "-".join([self._run_id, "score", *map(str, (uid, *of))]),
             self._config.scoring.temperature,
@@ -215,6 +219,7 @@ class FleetScorer:
             derived_seed(self._config.run.seed, SCORE, uid, *of),
             self._vocab_size,
             None if own_Q is None else pack(own_Q),
+            tuple(map(pack, between)),
         )
         return asks_of(rollout.prompt.shares, ask)
 

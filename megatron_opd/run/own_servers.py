@@ -101,7 +101,9 @@ class OwnServers:
             slots, rules = config.rollout.concurrency, PlayedRules.of(config, vocab_size)
             played = PlayedByWorkers(pool, fleets[STUDENT], slots, hold, rules)
         elif self._playing is not None:
-            played = TrajectoryGenerator(sampler, fleets[STUDENT], self._playing, seed, hold)
+            playing, readers = self._playing, prepared.readers
+            student = fleets[STUDENT]
+            played = TrajectoryGenerator(sampler, student, playing, seed, hold, readers)
         else:
             return Engines(sampler, scorer)
         trajectories = ResumedTrajectories(played, self.resumed)

@@ -41,6 +41,7 @@ from tests.support.figures import bounded
 pytestmark = pytest.mark.e2e
 
 ROWS, BATCH, MOST = 24, 8, 20
+HALVES = "Halve what is left."
 
 
 def write_sources(root: Path) -> list[dict[str, object]]:
@@ -214,7 +215,7 @@ def test_a_student_guesses_turn_by_turn(
             "heldout": str(held_out),
             "chat_template": True,
         },
-        **arithmetic,
+        **arithmetic | {"teacher": {**arithmetic["teacher"], "system_prompt": HALVES}},
         environment=GAME | {"credit": "turn"},
         schedule={"in_flight": "keep"},
         objective={"type": "mixture", "terms": mixture},
@@ -241,6 +242,8 @@ def test_a_student_guesses_turn_by_turn(
     assert all(row["reward"] in (0.0, 1.0, None) for row in trained)
     for row in trained:
         assert len(row["teacher_logp"]) == len(row["tokens"])
+        assert row["teacher_prompt"].count(HALVES) == 1
+        assert row["teacher_prompt"].endswith(row["prompt"])
         assert all(len(versions) == 1 for versions in versions_of_turns(row)), "each is finished"
     evaluated = [json.loads(line) for line in (done.run_dir / "evaluations.jsonl").open()]
     assert [row["update"] for row in evaluated] == [0, 1, 2]

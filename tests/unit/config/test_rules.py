@@ -113,9 +113,13 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["teacher.chat_template=null"],
     ),
     (
-        ["environment={type: guess}", "data.chat_template=true", "teacher.system_prompt=Add."],
-        ["teacher.system_prompt", "environment", "Add.", "leave one of them out"],
-        ["teacher.system_prompt=null"],
+        [
+            "environment={type: guess, history: branch}",
+            "data.chat_template=true",
+            "teacher.system_prompt=Add.",
+        ],
+        ["teacher.system_prompt", "environment.history branch", "Add.", "leave one of them out"],
+        ["environment.history=append"],
     ),
     (
         ["teacher.chat_template=true", "scoring.mixture={teacher: 1.0}"],
