@@ -18,6 +18,7 @@ from megatron_opd.environments.turns import TurnEncoder
 from megatron_opd.environments.user import UserPart
 from megatron_opd.inputs.kept_data import Shape
 from megatron_opd.inputs.model_facts import ModelFacts
+from megatron_opd.inputs.other_tokenizer import OtherTokenizer
 from megatron_opd.metrics.token_texts import Decode
 from megatron_opd.records.types import Prompt
 
@@ -32,9 +33,9 @@ class Prepared:
     scores before the run. ends: the ids that end a response of every role's model. ending: what
     ends a response of the run, besides its row's own strings. turns: encodes what an environment
     says; None without one. first: training prompts, the first ones. user: how a teacher plays the
-    user; None where none does. template: what chats are rendered with. train: the files that
-    prompts are drawn from. notes: for the terminal. shape: of the training files. state: what the
-    controller continues from.
+    user; None where none does. other: of a teacher with a tokenizer of its own. template: what
+    chats are rendered with. train: the files that prompts are drawn from. notes: for the terminal.
+    shape: of the training files. state: what the controller continues from.
     """
 
     student: ModelFacts
@@ -50,6 +51,7 @@ class Prepared:
     shape: Shape
     turns: TurnEncoder | None = None
     user: UserPart | None = None
+    other: OtherTokenizer | None = None
     first: tuple[Prompt, ...] = ()
     template: RunTemplate = field(default_factory=RunTemplate)
     notes: tuple[str, ...] = ()

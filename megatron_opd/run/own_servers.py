@@ -88,7 +88,8 @@ class OwnServers:
         ends = prepared.ending.token_ids
         sampler = RolloutGenerator(config, fleets[STUDENT], vocab_size, run_id, ends, sample)
         versions = {role: each.sync.live for role, each in self._followers.items()}
-        scorer = FleetScorer(config, fleets, vocab_size, run_id, reward, score, versions)
+        reader = None if prepared.other is None else prepared.other.reader
+        scorer = FleetScorer(config, fleets, vocab_size, run_id, reward, score, versions, reader)
         hold, seed = Rollouts(config.schedule.in_flight, self.weights), config.run.seed
         if config.environment is not None and pool is not None:
             slots, rules = config.rollout.concurrency, PlayedRules.of(config, vocab_size)

@@ -8,15 +8,12 @@ import pytest
 import torch
 
 from megatron_opd.buffer.rejection import ScoreRejected
+from megatron_opd.config.alignment import Unaligned
 from megatron_opd.config.estimator import Estimator
+from megatron_opd.metrics.alignment import scored_shares
 from megatron_opd.records.types import Sample
 from megatron_opd.rollout.alignment.reading import Reader
-from megatron_opd.rollout.alignment.scoring import (
-    Unaligned,
-    aligned_ask,
-    aligned_scores,
-    scored_shares,
-)
+from megatron_opd.rollout.alignment.scoring import aligned_ask, aligned_scores
 from sglang_bridge.protocol import ScoreReply
 from tests.support.aligning import (
     OURS,

@@ -1,0 +1,21 @@
+"""Defines how a teacher of another tokenizer scores the student's tokens."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from megatron_opd.config.section import Section
+
+Unaligned = Literal["drop", "chunk"]
+
+
+class AlignmentConfig(Section):
+    """Says how scores follow from a teacher that reads the same text in tokens of its own."""
+
+    unaligned: Unaligned = "drop"
+    """What becomes of tokens that do not lie on the teacher's. drop: each cached id is scored by
+    the teacher's single token of the same bytes, where a token of the teacher's begins at the same
+    place; what has no such score carries no loss. chunk: the smallest spans that both cut into
+    whole tokens are compared, log-probs summed over each; of the sampled tokens alone, for
+    objective.type reverse_kl with advantage rollout and support.type path. The bias of each is in
+    docs/tokenizers.md."""
