@@ -81,11 +81,12 @@ def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Calla
     for key in ("student_accuracy_before_pct", "student_accuracy_after_pct"):
         assert 0 <= summary[key] <= 100
     assert all(abs(row["loss"] - row["reverse_kl_nats"]) < 1e-5 for row in done.rows)
-    sampled, second = summary["teacher_checks"]
+    sampled, second, first = summary["teacher_checks"]
     assert sampled.startswith("teacher: scores agree with sampling to ")
     assert second.startswith("teacher: scores agree with transformers to ")
-    assert sampled in done.output
-    assert second in done.output
+    assert first.startswith("teacher: 16 first responses of the student, ")
+    for line in (sampled, second, first):
+        assert line in done.output
     assert all(row["teacher_near_uniform_fraction"] < 0.1 for row in done.rows)
     assert all(row["teacher_score_std_nats"] > 1 for row in done.rows)
     assert all(row["staleness_max_versions"] <= STALENESS for row in done.rows)

@@ -1,12 +1,12 @@
 """`opd simulate`: the run directory is one that other tools read, and says that it is simulated."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from megatron_opd.cli.main import main
 from megatron_opd.sim.costs import (
