@@ -13,9 +13,9 @@ class AlignmentConfig(Section):
     """Says how scores follow from a teacher that reads the same text in tokens of its own."""
 
     unaligned: Unaligned = "drop"
-    """What becomes of tokens that do not lie on the teacher's. drop: each cached id is scored by
-    the teacher's single token of the same bytes, where a token of the teacher's begins at the same
-    place; what has no such score carries no loss. chunk: the smallest spans that both cut into
-    whole tokens are compared, log-probs summed over each; of the sampled tokens alone, for
+    """What becomes of tokens that are none of the teacher's. drop: where a sampled token is one of
+    the teacher's too, each cached id is scored by the teacher's single token of the same bytes;
+    what has no such score carries no loss. chunk: the smallest spans that both cut into whole
+    tokens are compared, log-probs summed over each; of the sampled tokens alone, for
     objective.type reverse_kl with advantage rollout and support.type path. The bias of each is in
     docs/tokenizers.md."""

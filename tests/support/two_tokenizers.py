@@ -1,5 +1,6 @@
 """Small real tokenizers of two kinds: byte-level BPE, and pieces with byte fallback."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +13,19 @@ CORPUS = ["the cat sat on the mat", "12+34=46\n", "naïve café", "über"] * 4
 END = "<end>"
 
 
-def byte_level(size: int, *, prefix: bool = True) -> Any:
-    """Byte-level BPE of `size` ids trained on CORPUS. prefix: a text begins with a blank."""
+def byte_level(size: int, *, prefix: bool = True, of: Sequence[str] = ()) -> Any:
+    """Byte-level BPE of at most `size` ids trained on CORPUS. prefix: a text begins with a blank.
+
+    of: texts to train it on instead, whose bytes are then all that it knows.
+    """
     made: Any = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    alphabet = [] if of else pre_tokenizers.ByteLevel.alphabet()
     trainer: Any = trainers.BpeTrainer(
         vocab_size=size, initial_alphabet=alphabet, special_tokens=[END], show_progress=False
     )
-    made.train_from_iterator(CORPUS, trainer)
+    made.train_from_iterator(of or CORPUS, trainer)
     return made
 
 

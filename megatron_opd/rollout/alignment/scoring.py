@@ -1,11 +1,11 @@
 """Asks a teacher of another tokenizer for scores, and puts them into a sample. Arrays alone.
 
-Where a token of the student's begins together with one of the teacher's, each cached id is scored
+Where a sampled token is one of the teacher's too, each id that is cached at its position is scored
 by its twin, the teacher's single token of the same bytes. That is at most the teacher's probability
 of the bytes, as longer tokens spell them too.
 
-drop: an id without a twin, and every id of a position where no token of the teacher's begins, gets
-weight 0, so that sum_k w_k f(a_k) estimates the expectation over the ids that have a score.
+drop: an id without a twin, and every id of a position where the teacher's token is another one,
+gets weight 0, so that sum_k w_k f(a_k) estimates the expectation over the ids that have a score.
 
 chunk: of the path alone. A chunk's advantage is log Q - log O, sums over the tokens that each side
 cuts it into, and every token of the chunk gets all of it: teacher_logp - sampler_logp is that of
@@ -53,7 +53,7 @@ def aligned_ask(sample: Sample, reader: Reader, ask: TeacherAsk) -> AlignedAsk:
     rollout = sample.rollout
     assert ask.prompt is not None, "the teacher has tokens of its own"
     reading = reader.read(rollout.response_ids_T)
-    ids_R, row_T = reading.ids_R, reading.spans.row_T
+    ids_R, row_T = reading.ids_R, reading.spans.same_T
     if not len(ids_R):
         raise ScoreRejected(
             TEACHER_UNALIGNED,

@@ -179,7 +179,7 @@ def test_a_teacher_of_another_tokenizer_scores_what_it_can():
         ids = response.ids_T.tolist()
         read = reader.read(ids)
         for t, i in enumerate(ids):
-            row, twin = read.spans.row_T[t], reader.twin_V[i]
+            row, twin = read.spans.same_T[t], reader.twin_V[i]
             if row < 0 or twin < 0:
                 assert np.isnan(gap_T[t])
                 continue
