@@ -51,7 +51,7 @@ OUT = Path("runs/tokenizers")
 MERGES, SFT_STEPS = 32, 400
 SEEDS = (1, 2, 3)
 SIZE = {
-    "run.max_steps": "32",
+    "run.max_steps": "24",
     "learner.optimizer.lr": "1.0e-4",
     "objective": "{type: reverse_kl, advantage: rollout}",
     "evaluation": "{problems: 128, samples: 2, before: false}",

@@ -19,3 +19,14 @@ class AlignmentConfig(Section):
     tokens are compared, log-probs summed over each; of the sampled tokens alone, for
     objective.type reverse_kl with advantage rollout and support.type path. The bias of each is in
     docs/tokenizers.md."""
+
+    def text(self) -> str:
+        """Describe what is compared, and the bias of it, in one line."""
+        return {
+            "drop": "scores by single tokens of the same bytes, where a sampled token is one of "
+            "the teacher's too; bias: longer tokens of the same bytes are not counted, and what "
+            "has no score has no loss",
+            "chunk": "log-probs summed over the spans that both tokenizers cut into whole tokens; "
+            "bias: the teacher's own cut of a span alone is counted; the value counts a span "
+            "once a token",
+        }[self.unaligned]

@@ -140,6 +140,7 @@ def test_check_says_what_is_aligned(tmp_path: Path, both: Path, capsys: pytest.C
     said = " ".join(capsys.readouterr().out.split())
     assert "are single tokens of teacher.model's too" in said
     assert "teacher_unaligned" in said
+    assert "longer tokens of the same bytes are not counted" in said
 
 
 def made_of(ours: Any, theirs: Any, unaligned: Unaligned = "drop") -> OtherTokenizer:
