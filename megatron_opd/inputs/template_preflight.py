@@ -225,7 +225,7 @@ def _of_sampling(config: Config, models: CheckedModels, name: str) -> list[str]:
     role = key_of_teacher(name)
     ours, theirs = (
         {key: value for key, value in generation_config(path).items() if key in SAMPLING}
-        for path in (models.student.path, models.models.served[role].path)
+        for path in (models.student.path, models.models.every[role].path)
     )
     said = [
         f"{key} {shown(theirs.get(key))}, not {shown(ours.get(key))}"

@@ -166,6 +166,16 @@ def test_a_mixture_costs_the_time_of_each_of_its_teachers(config: Path, tmp_path
     assert 1.8 < walls[1] / walls[0] < 2.1, walls
 
 
+def test_teachers_that_follow_the_student(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    following = ["--set", "teacher.source={type: lagged, every: 2}"]
+    assert main(["simulate", str(config), *following]) == 0
+    said = "note: teacher.source: weight syncs of teachers are not predicted\n"
+    assert said in capsys.readouterr().out
+    shared = ["--set", "teacher.source={type: student, share: 0.5}"]
+    code = main(["simulate", str(config), *shared, "--overwrite"])
+    refused(capsys, code, "teacher.source.share must be null", "got 0.5; leave it out")
+
+
 def test_an_earlier_run_is_kept_unless_told(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
