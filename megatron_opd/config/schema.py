@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from pydantic import ModelWrapValidatorHandler, model_validator
 
+from megatron_opd.config.alignment_rules import ALIGNMENT_RULES
 from megatron_opd.config.defaults import left_out
 from megatron_opd.config.environment_rules import ENVIRONMENT_RULES
 from megatron_opd.config.estimator import with_natural_parts
@@ -24,6 +25,7 @@ from megatron_opd.config.tree import ConfigTree
 REQUIRE_BATCHES = "require_batches"
 ALL_RULES = (
     *RULES,
+    *ALIGNMENT_RULES,
     *TEACHER_RULES,
     mixture_problem,
     *EVALUATION_RULES,

@@ -18,8 +18,8 @@ class TeacherConfig(ServerConfig):
     """Chat template in which this teacher reads its prompts: true, that of its own checkpoint; a
     path, that Jinja file; false, a prompt is its text. What was sampled follows id by id, in any of
     them. null: the ids that the student reads, or where one of the next two keys is given, the
-    student's template. A teacher that was trained on chats scores as it was trained only behind
-    prompts of its own template."""
+    student's template; with scoring.alignment its own, where the student reads one. A teacher that
+    was trained on chats scores as it was trained only behind prompts of its own template."""
     chat_template_kwargs: TemplateKwargs | None = None
     """Variables of this teacher's chat template, such as `enable_thinking: false`; null: those of
     data.chat_template_kwargs."""

@@ -5,7 +5,7 @@ One function reads it for `opd run` and for `opd check`, so that they cannot dis
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
@@ -47,6 +47,12 @@ from megatron_opd.inputs.models import (
     teacher_prompt_limit,
 )
 from megatron_opd.inputs.notes import notes, sampler_gaps
+from megatron_opd.inputs.other_tokenizer import (
+    TEACHER,
+    OtherTokenizer,
+    alignment_notes,
+    other_tokenizer,
+)
 from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.inputs.prompts import (
     by_row,
@@ -71,9 +77,9 @@ from megatron_opd.inputs.rendering import (
 from megatron_opd.inputs.same_tokenizer import end_notes
 from megatron_opd.inputs.sinks import check_sinks
 from megatron_opd.inputs.template_preflight import template_notes_of_teachers
+from megatron_opd.inputs.tokenizers import make_decode
 from megatron_opd.inputs.verifiers import check_isolation, row_tasks
 from megatron_opd.inputs.weights import unread_note
-from megatron_opd.metrics.token_texts import Decode
 from megatron_opd.models.hf_config import rope_note
 from megatron_opd.models.rope import yarn_note
 from megatron_opd.records.mixtures import shares_of
@@ -97,7 +103,8 @@ class Inputs:
     should know. shape: of the training files, None where not all of them was read. state: what the
     controller continues from. turns: encodes what an environment says; None without one. user: how
     a teacher plays the user; None where none does. readers: of teachers that read trajectories
-    otherwise than the student, by name.
+    otherwise than the student, by name. other: of a teacher with a tokenizer of its own; None: it
+    has the student's.
     """
 
     checked: CheckedModels
@@ -111,6 +118,7 @@ class Inputs:
     turns: TurnEncoder | None = None
     user: UserPart | None = None
     readers: Mapping[str, TeacherReader] = field(default_factory=dict[str, TeacherReader])
+    other: OtherTokenizer | None = None
 
 
 def read_inputs(
@@ -158,10 +166,11 @@ def read_inputs(
     shape, state, changed_data = going_on(config, train, begun)
     if train:
         check_enough(config, train, shape)
-    absent += [f"data.train {path}: not here" for path in gone]
+    missing = (*absent, *(f"data.train {path}: not here" for path in gone))
     judge = None if models.tokenizer is None else make_judge(config, models.tokenizer)
     turns, readers = turn_encoder(config, models), teacher_readers(config, models)
     user = user_part(config, models, train)
+    other = other_of(config, models)
     every = (*train, *heldout.values())
     said = (
         *notes(config),
@@ -169,11 +178,7 @@ def read_inputs(
         *disk_notes(config, models.student.spec),
         *model_notes(models),
         *models.notes,
-        *(
-            end_notes(models.ends, models.tokenizer, config.scoring.guard)
-            if models.tokenizer
-            else ()
-        ),
+        *tokenizer_notes(config, models, other),
         *changed,
         *rendering_notes(config, models, every),
         *template_notes_of_teachers(config, models, train),
@@ -191,8 +196,28 @@ def read_inputs(
         ),
     )
     return Inputs(
-        models, train, heldout, judge, tuple(absent), said, shape, state, turns, user, readers
+        models, train, heldout, judge, missing, said, shape, state, turns, user, readers, other
     )
+
+
+def other_of(config: Config, models: CheckedModels) -> OtherTokenizer | None:
+    """Return how the tokens of student and teacher become each other's; None: they need not.
+
+    None too where a tokenizer is not here (`opd check` of a plan). UserError: they cannot.
+    """
+    alignment, ours, theirs = config.scoring.alignment, models.tokenizer, models.teachers
+    if alignment is None or ours is None or TEACHER not in theirs:
+        return None
+    return other_tokenizer(alignment, ours, theirs[TEACHER], models.ends)
+
+
+def tokenizer_notes(
+    config: Config, models: CheckedModels, other: OtherTokenizer | None
+) -> list[str]:
+    """Return what a user should know about the tokenizers of student and teachers."""
+    if models.tokenizer is None or config.scoring.alignment is not None:
+        return [] if other is None else alignment_notes(other)
+    return end_notes(models.ends, models.tokenizer, config.scoring.guard)
 
 
 def model_notes(models: CheckedModels) -> list[str]:
@@ -286,6 +311,8 @@ def prompt_rules(config: Config, models: CheckedModels, *, heldout: bool) -> Pro
     limit_key = None if heldout else data.max_new_tokens_key  # an evaluation has its own limit
     # what learns from rewards would drop every sample of a row without one
     needed = (heldout or config.estimator.reads_reward) and config.environment is None
+    # a teacher of another tokenizer is evaluated on its own ids of them
+    reads = not heldout or config.scoring.alignment is not None
     return PromptRules(
         Columns(
             chats=(data.prompt_key,),
@@ -313,7 +340,7 @@ def prompt_rules(config: Config, models: CheckedModels, *, heldout: bool) -> Pro
         max_bad_fraction=data.max_bad_fraction,
         vocab_size=student.vocab_size,
         keeps_chats=config.environment is not None,
-        readings={} if heldout else readings_of(config, models),
+        readings=readings_of(config, models) if reads else {},
         shares=shares_of(mixture) if mixture else ONE_TEACHER,
     )
 
@@ -336,22 +363,6 @@ def make_verifiers(config: Config) -> TaskVerifiers:
     by_row = config.data.task_key is not None
     tasks = row_tasks(config, needed=True).values() if by_row else (config.data.task,)
     return TaskVerifiers(tasks, config.verifier)
-
-
-def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Make what turns token ids into text as they stand, special tokens included."""
-
-    def decode(ids: Sequence[int]) -> str:
-        text = tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(text)
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return decode
-    # ten times faster than the wrapper for a token at a time
-    return lambda ids: backend.decode(list(ids), skip_special_tokens=False)
 
 
 def prepare(
@@ -385,6 +396,7 @@ def prepare(
         turns=inputs.turns,
         readers=inputs.readers,
         user=inputs.user,
+        other=inputs.other,
         first=tuple(every[:RESPONSES]),
         template=inputs.checked.template,
         notes=inputs.notes,

@@ -19,6 +19,7 @@ from megatron_opd.environments.turns import TurnEncoder
 from megatron_opd.environments.user import UserPart
 from megatron_opd.inputs.kept_data import Shape
 from megatron_opd.inputs.model_facts import ModelFacts
+from megatron_opd.inputs.other_tokenizer import OtherTokenizer
 from megatron_opd.metrics.token_texts import Decode
 from megatron_opd.records.types import Prompt
 
@@ -33,9 +34,10 @@ class Prepared:
     scores before the run. ends: the ids that end a response of every role's model. ending: what
     ends a response of the run, besides its row's own strings. turns: encodes what an environment
     says; None without one. readers: of teachers that read that otherwise, by name. first: training
-    prompts, the first ones. user: how a teacher plays the user; None where none does. template:
-    what chats are rendered with. train: the files that prompts are drawn from. notes: for the
-    terminal. shape: of the training files. state: what the controller continues from.
+    prompts, the first ones. user: how a teacher plays the user; None where none does. other: of a
+    teacher with a tokenizer of its own. template: what chats are rendered with. train: the files
+    that prompts are drawn from. notes: for the terminal. shape: of the training files. state: what
+    the controller continues from.
     """
 
     student: ModelFacts
@@ -52,6 +54,7 @@ class Prepared:
     turns: TurnEncoder | None = None
     user: UserPart | None = None
     readers: Mapping[str, TeacherReader] = field(default_factory=dict[str, TeacherReader])
+    other: OtherTokenizer | None = None
     first: tuple[Prompt, ...] = ()
     template: RunTemplate = field(default_factory=RunTemplate)
     notes: tuple[str, ...] = ()

@@ -193,6 +193,8 @@ def _of_teacher(
     except ValueError:
         return None  # it works for nobody
     told = section.chat_template is not None or otherwise_played(config) is not None
+    if gap is None and config.scoring.alignment is not None:
+        return None  # it reads its own end
     if gap is None:
         return _of_ends(config, models, role, natural)
     advice = "" if told else f"; to let it read its own: {role}.chat_template: true"

@@ -40,6 +40,8 @@ from megatron_opd.records.types import (
     Rollout,
     Sample,
 )
+from megatron_opd.rollout.alignment.reading import Reader
+from megatron_opd.rollout.alignment.scoring import aligned_ask, aligned_scores
 from megatron_opd.rollout.mixing import Blend, asks_of
 from megatron_opd.rollout.overlong import CUT, judged_length
 from megatron_opd.rollout.score_requests import TeacherAsk, asked_of
@@ -91,6 +93,7 @@ class FleetScorer:
         reward: the verifier, called once for every rollout.
         elsewhere: scores what a data worker holds, in one try at one of a fleet's servers.
         versions: of the teachers whose weights change; a sample is scored by one of them.
+        reader: of a teacher of another tokenizer; None: it reads the student's ids.
     """
 
     def __init__(
@@ -102,8 +105,9 @@ class FleetScorer:
         reward: Reward | None = None,
         elsewhere: Elsewhere | None = None,
         versions: Mapping[Role, ChangingWeights] | None = None,
+        reader: Reader | None = None,
     ) -> None:
-        self._config, self._vocab_size = config, vocab_size
+        self._config, self._vocab_size, self._reader = config, vocab_size, reader
         roles = answering(config)
         self._fleets = {name: fleets[role] for name, role in roles.items()}
         changing = {} if versions is None else versions
@@ -177,12 +181,23 @@ class FleetScorer:
         return with_scores(sample, [task.result() for task in tasks])
 
     async def _scored_sequence(self, part: Sample, sequence: int) -> Sample:
+        if self._reader is not None:
+            return await self._aligned(part, self._reader)
         blend = Blend(part)
         for ask in self._asks(part.rollout, sequence):
             fleet, request = self._fleets[ask.teacher], asked_of(blend.part.rollout, ask)
             reply = await self._answered(lambda _, fleet=fleet, asked=request: fleet.score(asked))
             blend = blend.after(ask, request, reply)
         return blend.part
+
+    async def _aligned(self, sample: Sample, reader: Reader) -> Sample:
+        """Return the sample with the scores of a teacher that reads it in other tokens."""
+        alignment = self._config.scoring.alignment
+        assert alignment is not None, "a reader is made for it"
+        (ask,) = self._asks(sample.rollout, 0)
+        fleet, asked = self._fleets[ask.teacher], aligned_ask(sample, reader, ask)
+        reply = await self._answered(lambda _: fleet.score(asked.request))
+        return aligned_scores(sample, asked, reply, alignment.unaligned)
 
     async def _scored_there(self, rollout: HeldRollout) -> tuple[HeldRollout, ScoreShape]:
         """Let the data worker that holds the rollout ask the teachers, a sequence at a time."""

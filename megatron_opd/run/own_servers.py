@@ -95,7 +95,8 @@ class OwnServers:
         if share is not None:
             student = fleets[STUDENT]
             versions[STUDENT] = StudentShare(self._live, share, lambda: student.in_flight)
-        scorer = FleetScorer(config, fleets, vocab_size, run_id, reward, score, versions)
+        reader = None if prepared.other is None else prepared.other.reader
+        scorer = FleetScorer(config, fleets, vocab_size, run_id, reward, score, versions, reader)
         hold, seed = Rollouts(config.schedule.in_flight, self.weights), config.run.seed
         if config.environment is not None and pool is not None:
             slots, rules = config.rollout.concurrency, PlayedRules.of(config, vocab_size)

@@ -93,6 +93,7 @@ def plan_rows(config: Config, models: RunModels) -> list[tuple[str, str]]:
         ),
         *schedule_rows(config),
         *formula(config.estimator),
+        *alignment_row(config),
         *said(config),
         (
             "learner",
@@ -114,6 +115,12 @@ def plan_rows(config: Config, models: RunModels) -> list[tuple[str, str]]:
         ("open files", open_files_row(config)),
         ("run directory", str(config.run.dir)),
     ]
+
+
+def alignment_row(config: Config) -> list[tuple[str, str]]:
+    """Return the line on how a teacher of another tokenizer scores, if it is one."""
+    alignment = config.scoring.alignment
+    return [] if alignment is None else [("alignment", alignment.text())]
 
 
 def schedule_rows(config: Config) -> list[tuple[str, str]]:

@@ -20,6 +20,7 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Depths, Phase, WeightSyncReport
+from megatron_opd.records.sample_figures import AlignedScores
 from megatron_opd.records.types import Batch, TurnFigures
 from megatron_opd.sites.figures import SiteFigures, SitesNow, columns
 from megatron_opd.transport.messages import UpdateMetrics
@@ -65,7 +66,9 @@ def whole_row() -> dict[str, Any]:
         sample = make_sample(uid)
         prompt = replace(sample.rollout.prompt, teacher=("teacher", "maths")[uid])
         rollout = replace(sample.rollout, prompt=prompt, turns=(TurnFigures(1.0, 1.0),))
-        samples.append(replace(sample, rollout=rollout, reward=float(uid), teacher_version=0))
+        aligned = AlignedScores(np.ones(3, np.uint8), np.zeros(2, np.float32))
+        scored = replace(sample, rollout=rollout, teacher_version=0, aligned=aligned)
+        samples.append(replace(scored, reward=float(uid)))
     batch = Batch(0, 0, tuple(samples))
     recorder.trained(batch, whole_metrics(), 0.0, 1.0)
     phases = (Phase("offload", 1.0, 2.0), Phase("send", 2.0, 3.0))
