@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from pydantic import ModelWrapValidatorHandler, model_validator
 
+from megatron_opd.config.api_rules import API_RULES
 from megatron_opd.config.defaults import left_out
 from megatron_opd.config.environment_rules import ENVIRONMENT_RULES
 from megatron_opd.config.estimator import with_natural_parts
@@ -29,6 +30,7 @@ ALL_RULES = (
     *EVALUATION_RULES,
     *SITE_RULES,
     *SOURCE_RULES,
+    *API_RULES,
     *ENVIRONMENT_RULES,
     *METRIC_RULES,
 )

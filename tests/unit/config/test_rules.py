@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from megatron_opd.config import schema
+from megatron_opd.config.api_rules import API_RULES
 from megatron_opd.config.environment_rules import ENVIRONMENT_RULES
 from megatron_opd.config.load import ConfigError, load_config
 from megatron_opd.config.schema import Config
@@ -472,7 +473,7 @@ def test_the_table_covers_every_rule_of_a_run(tmp_path: Path, monkeypatch: pytes
     for overrides, _, _ in RUN_REFUSED:
         assert run_error(tmp_path, overrides) is not None
     elsewhere = {
-        rule.__name__ for rule in (*SITE_RULES, *SOURCE_RULES, *ENVIRONMENT_RULES)
+        rule.__name__ for rule in (*SITE_RULES, *SOURCE_RULES, *API_RULES, *ENVIRONMENT_RULES)
     }  # files of their own
     assert broken - elsewhere == {rule.__name__ for rule in rules} - elsewhere
 
