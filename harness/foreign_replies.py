@@ -117,5 +117,18 @@ def _choice(body: dict[str, Any]) -> dict[str, Any]:
     return choice | ({"prompt_token_ids": ids, "token_ids": out} if echoed else {})
 
 
+def chat(body: dict[str, Any]) -> dict[str, Any]:
+    """Return the reply of OpenAI's /v1/chat/completions: a letter for each id, and no ids."""
+    ids = [
+        each % VOCAB_SIZE for message in body["messages"] for each in message["content"].encode()
+    ]
+    out = written(ids, body["max_tokens"], [])
+    ended = out[-1] == EOS
+    text = "".join(chr(ord("a") + each) for each in out if each != EOS)
+    message = {"role": "assistant", "content": text}
+    choice = {"index": 0, "message": message, "finish_reason": "stop" if ended else "length"}
+    return _completion(body, choice)
+
+
 def _completion(body: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
     return {"id": "c", "object": "text_completion", "model": body["model"], "choices": [choice]}

@@ -25,6 +25,12 @@ def _scores_the_support(config: ConfigTree) -> str | None:
     support = config.estimator.support.type
     for key, section in _foreign(config).items():
         supports = SCORABLE[section.api].supports
+        if supports == ():
+            return (
+                f"{key}.api must not be {section.api} with objective.type "
+                f"{config.objective.type}, which reads log-probs that such a server does not give; "
+                "use objective.type sft_on_teacher alone, or another api"
+            )
         if supports is not None and support not in supports:
             return (
                 f"support.type must be {' or '.join(supports)} with {key}.api {section.api}, which "

@@ -38,10 +38,11 @@ class TeacherConfig(ServerConfig):
     """What the servers speak. bridge: SGLang with this project's plugin, which scores every
     support. Servers of somebody else, at `urls`: sglang, a stock SGLang asked through /generate;
     openai, /v1/completions that returns log-probs of its prompt (vLLM). These score at temperature
-    1 the sampled ids or the teacher's likeliest ones, as JSON (docs/teachers.md)."""
+    1 the sampled ids or the teacher's likeliest ones, as JSON. chat, /v1/chat/completions, scores
+    nothing: the student learns what it writes (objective sft_on_teacher; docs/teachers.md)."""
     served_name: Said | None = None
-    """Name of the model in requests of api openai; null: the only one that the server lists. Needs
-    an api other than bridge."""
+    """Name of the model in requests of openai and chat; null: the only one that the server lists.
+    Needs an api other than bridge."""
 
     source: SourceConfig = CheckpointSource()
     """What the teacher's weights are: those of its checkpoint, or the student's, now or earlier

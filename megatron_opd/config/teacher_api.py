@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Api = Literal["bridge", "sglang", "openai"]
+Api = Literal["bridge", "sglang", "openai", "chat"]
 """What a teacher's servers speak."""
 
 
@@ -24,5 +24,6 @@ SCORABLE: dict[Api, Scorable] = {
     "bridge": Scorable(None, any_temperature=True),
     "sglang": Scorable(("path", "teacher_topk")),
     "openai": Scorable(("path", "teacher_topk")),
+    "chat": Scorable(()),
 }
 """By teacher.api. That an openai server keys likeliest ids by id is seen at its first reply."""

@@ -21,7 +21,7 @@ from megatron_opd.data.judge import Judge
 from megatron_opd.data.prompt_rules import ONE_TEACHER, PromptRules
 from megatron_opd.data.prompts import WHOLE_BYTES, PromptFile, PromptSet
 from megatron_opd.data.records import Columns
-from megatron_opd.data.response_text import ResponseText
+from megatron_opd.data.response_text import Encode, ResponseText
 from megatron_opd.data.shards import is_there
 from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.data.template import RunTemplate
@@ -328,6 +328,11 @@ def make_verifiers(config: Config) -> TaskVerifiers:
     return TaskVerifiers(tasks, config.verifier)
 
 
+def make_encode(tokenizer: PreTrainedTokenizerBase) -> Encode:
+    """Make what cuts text into token ids, and adds none."""
+    return lambda text: [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+
+
 def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
     """Make what turns token ids into text as they stand, special tokens included."""
 
@@ -371,6 +376,7 @@ def prepare(
         },
         judge=inputs.judge,
         decode=make_decode(tokenizer),
+        encode=make_encode(tokenizer),
         probes={name: probes_of(every, name) for name in teacher_roles(config)},
         ends=inputs.checked.ends,
         ending=ending_of(config, inputs.checked),

@@ -19,6 +19,7 @@ from megatron_opd.data_workers.reward import make_reward
 from megatron_opd.environments.playing import Playing
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.imitation import ImitatingGenerator, StudentIds
 from megatron_opd.rollout.resumed import ResumeCounts, ResumedTrajectories
 from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.rollout.trajectories import TrajectoryGenerator
@@ -95,10 +96,28 @@ class OwnServers:
             played = PlayedByWorkers(pool, fleets[STUDENT], slots, hold, rules)
         elif self._playing is not None:
             played = TrajectoryGenerator(sampler, fleets[STUDENT], self._playing, seed, hold)
+        elif config.estimator.imitation is not None:
+            return Engines(self._imitating(sampler, run_id), scorer)
         else:
             return Engines(sampler, scorer)
         trajectories = ResumedTrajectories(played, self.resumed)
         return Engines(trajectories, scorer, hold, trajectories)
+
+    def _imitating(self, sampler: RolloutGenerator, run_id: str) -> ImitatingGenerator:
+        """Return what has the teachers answer their share of the prompts."""
+        prepared, students = self._prepared, self._fleets[STUDENT]
+        ids = StudentIds(
+            prepared.student.vocab_size,
+            prepared.encode,
+            prepared.ending.token_ids,
+            prepared.ends[STUDENT].written,
+        )
+        teachers = {name: self._fleets[role] for name, role in teacher_roles(self._config).items()}
+
+        def version() -> int:
+            return max((each.version or 0 for each in students.servers()), default=0)
+
+        return ImitatingGenerator(self._config, sampler, teachers, ids, version, run_id)
 
     async def start_over(self, state: ControllerState) -> None:
         """Prepare for another learner. WeightSyncFailed: too few servers are left."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,14 @@ from sglang_bridge.claims import Claim
 from sglang_bridge.client import ALIVE_TIMEOUT_S, ServerClient
 from sglang_bridge.errors import BridgeError, ServerRefused
 from sglang_bridge.parse import MAX_IDS, Known
-from sglang_bridge.protocol import Progress, ScoreRequest, ServerInfo
+from sglang_bridge.protocol import (
+    FinishReason,
+    Progress,
+    RolloutReply,
+    RolloutRequest,
+    ScoreRequest,
+    ServerInfo,
+)
 from sglang_bridge.retry import BUSY_S, TOO_MANY_REQUESTS, is_unsent
 from sglang_bridge.tables import is_int
 from sglang_bridge.work import ServerWork
@@ -31,6 +39,15 @@ NUMBER_BYTES = 64
 """Largest JSON of an echoed id, with room for spaces."""
 PAIR_BYTES = 512
 """Largest JSON of a log-prob with its id, and with the text of its token where one is sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenText:
+    """Holds an answer of which only the text is known. url: the server that wrote it."""
+
+    text: str
+    finish_reason: FinishReason
+    url: str
 
 
 class ForeignClient(ServerClient):
@@ -75,6 +92,15 @@ class ForeignClient(ServerClient):
             )
         if request.num_draws:
             raise self._refused(path, f"draws no ids of its own, got num_draws={request.num_draws}")
+
+    async def write(
+        self, request: RolloutRequest, messages: Sequence[dict[str, Any]]
+    ) -> RolloutReply | WrittenText:
+        """Return one answer, in one try: with its ids where the server shows them.
+
+        messages: the prompt as a chat, for servers that take no ids.
+        """
+        return await self.generate(request)
 
     async def info(self) -> ServerInfo:
         """Return what the server says of itself: 0 and empty where it does not say."""

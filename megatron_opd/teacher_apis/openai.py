@@ -14,6 +14,7 @@ to 0.11) and is tested on replies that were written by it; the other one on SGLa
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -22,6 +23,7 @@ from megatron_opd.teacher_apis.foreign import (
     NUMBER_BYTES,
     PAIR_BYTES,
     ForeignClient,
+    WrittenText,
     other_ids,
     plain_ids,
 )
@@ -87,6 +89,22 @@ class OpenaiClient(ForeignClient):
 
         ServerRefused: draws.
         """
+        return parse_answer(self.url, await self._completed(request), request)
+
+    async def write(
+        self, request: RolloutRequest, messages: Sequence[dict[str, Any]]
+    ) -> RolloutReply | WrittenText:
+        """Return one answer, in one try: its text alone where the server shows no ids."""
+        reply = await self._completed(request)
+        choice = _choice(self.url, reply)
+        if choice.get("token_ids") is not None:
+            return parse_answer(self.url, reply, request)
+        text = field(self.url, choice, "text", str)
+        matched = choice.get("stop_reason", choice.get("matched_stop"))
+        reason = reason_of(self.url, choice.get("finish_reason"), matched, request.stop)
+        return WrittenText(text, reason, self.url)
+
+    async def _completed(self, request: RolloutRequest) -> Any:
         if request.num_draws or request.experts:
             raise self._refused(COMPLETIONS, "samples without draws or experts")
         ids = plain_ids(request.input_ids)
@@ -102,7 +120,7 @@ class OpenaiClient(ForeignClient):
             body["logprobs"] = 1
         pairs = 4 * request.max_new_tokens
         size = BASE_BYTES + len(ids) * NUMBER_BYTES + pairs * PAIR_BYTES
-        return parse_answer(self.url, await self._asked(COMPLETIONS, body, size), request)
+        return await self._asked(COMPLETIONS, body, size)
 
     def _body(self, ids: list[int], max_tokens: int, temperature: float) -> dict[str, Any]:
         return {

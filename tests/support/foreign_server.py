@@ -12,7 +12,7 @@ from aiohttp import web
 from harness import foreign_replies
 from sglang_bridge.protocol import ScoreRequest
 
-Form = Literal["sglang", "vllm", "sglang_openai"]
+Form = Literal["sglang", "vllm", "sglang_openai", "chat"]
 IDS = [3, 5, 7, 2, 9, 4, 11, 6]
 RUNS = ((2, 4), (6, 8))
 MODEL = "toy"
@@ -78,6 +78,7 @@ class ForeignServer:
         app = web.Application()
         app.router.add_post("/generate", self.work)
         app.router.add_post("/v1/completions", self.work)
+        app.router.add_post("/v1/chat/completions", self.work)
         app.router.add_get("/v1/models", self.list_models)
         runner = web.AppRunner(app, shutdown_timeout=0.1)
         await runner.setup()

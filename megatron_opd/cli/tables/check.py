@@ -154,7 +154,7 @@ def drop_rows(config: Config) -> list[tuple[str, str]]:
     estimator, selection = config.estimator, config.selection
     possible = {
         "any": True,
-        "teacher": estimator.reads_teacher,
+        "teacher": estimator.asks_teacher,
         "reward": estimator.reads_reward,
         "group": estimator.reads_groups,
         "spread": isinstance(selection.groups, RewardSpread),

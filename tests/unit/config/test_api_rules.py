@@ -23,6 +23,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"support": {"type": "topk"}, "objective": {"type": "sparse_reverse_kl"}},
         ["support.type must be path or teacher_topk", "got topk"],
     ),
+    (
+        {"teacher": FOREIGN | {"api": "chat"}},
+        ["teacher.api must not be chat", "reads log-probs", "sft_on_teacher"],
+    ),
     ({"scoring": {"temperature": 0.7}}, ["scoring.temperature must be 1.0", "got 0.7"]),
     ({"metrics": {"health_every": 2}}, ["metrics.health_every must be 0", "got 2"]),
     ({"workers": {"count": 1}}, ["workers.count must be 0 with teacher.api sglang", "got 1"]),
@@ -72,7 +76,8 @@ def test_the_table_covers_every_rule(monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize("api", SCORABLE)
 def test_what_is_declared_is_taken(api: str):
     section = FOREIGN | {"api": api}
-    for support in SCORABLE[api].supports or ("path", "mc", "teacher_topk"):  # type: ignore[index]
+    supports = SCORABLE[api].supports  # type: ignore[index]
+    for support in ("path", "mc", "teacher_topk") if supports is None else supports:
         objective = {"type": "forward_kl" if support == "teacher_topk" else "reverse_kl"}
         minimal(teacher=section, support={"type": support}, objective=objective)
 

@@ -427,6 +427,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["metrics.health_every=0"],
     ),
     (
+        ["objective={type: sft_on_teacher}", "workers.count=1"],
+        ["workers.count must be 0 with objective.type sft_on_teacher", "got 1"],
+        ["workers.count=0"],
+    ),
+    (
         ["metrics.health_every=5", "schedule.type=sync", "schedule.time_shared=true"],
         ["metrics.health_every must be 0 with schedule.time_shared", "got 5"],
         ["schedule.time_shared=false"],

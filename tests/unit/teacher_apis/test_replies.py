@@ -22,6 +22,7 @@ KINDS: dict[Form, type[ForeignClient]] = {
     "vllm": OpenaiClient,
     "sglang_openai": OpenaiClient,
 }
+"""Those that score."""
 URL = "http://127.0.0.1:1"
 Damage = Callable[[dict[str, Any]], Any]
 
