@@ -18,7 +18,7 @@ from typing import Literal
 import numpy as np
 
 from megatron_opd.buffer.rejection import SamplesLost
-from megatron_opd.config.roles import STUDENT, Role, teacher_roles
+from megatron_opd.config.roles import STUDENT, Role, answering
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.opd_health import PREFIX, ScoredSelection, measure
 from megatron_opd.records.seeds import HEALTH, derived_seed
@@ -64,7 +64,7 @@ class HealthProbe:
     ) -> None:
         self._config, self._end_ids, self._whole = config, end_ids, whole
         self._student = fleets[STUDENT]
-        self._teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
+        self._teachers = {name: fleets[role] for name, role in answering(config).items()}
         self._top_k = min(config.metrics.health_top_k, vocab_size)
         self._run_id = uuid.uuid4().hex[:8]
         self._task: asyncio.Task[dict[str, float | int | None]] | None = None
