@@ -112,10 +112,11 @@ def top_table(
         ids_K, logp_K = ids_K[order_K], logp_K[order_K]
         require(url, len(ids_K) > 0, f"row {row} of the likeliest ids is empty")
         require(url, bool((np.diff(ids_K) > 0).all()), f"row {row} holds an id twice")
-        mass = float(np.exp(logp_K.astype(np.float64)).sum())
-        require(url, mass <= 1 + MASS_SLACK, f"row {row} adds up to {mass:.3g} instead of 1")
         same_K = ids_K == path_T[row]
         score = float(logp_T[row])
+        mass = float(np.exp(logp_K.astype(np.float64)).sum())
+        mass += 0.0 if same_K.any() else np.exp(score)
+        require(url, mass <= 1 + MASS_SLACK, f"row {row} adds up to {mass:.3g} instead of 1")
         agrees = (
             abs(float(logp_K[same_K][0]) - score) <= NEAR_NATS
             if same_K.any()
