@@ -98,11 +98,12 @@ def _is_elsewhere(config: ConfigTree) -> str | None:
             )
     for name, section in config.all_teachers.items():
         key = key_of_teacher(name)
-        if section.speaks_bridge and section.served_name is not None:
-            return (
-                f"{key}.served_name has no effect with {key}.api bridge, got "
-                f"{section.served_name}; leave it out"
-            )
+        for own in ("served_name", "cost_per_million_tokens"):
+            if section.speaks_bridge and getattr(section, own) is not None:
+                return (
+                    f"{key}.{own} has no effect with {key}.api bridge, got "
+                    f"{getattr(section, own)}; leave it out"
+                )
     return None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_opd.config.tree import ConfigTree
+from megatron_opd.config.tree import ConfigTree, key_of_teacher
 
 
 def imitation_problem(config: ConfigTree) -> str | None:
@@ -22,7 +22,17 @@ def imitation_problem(config: ConfigTree) -> str | None:
 
 def _needs(config: ConfigTree) -> list[tuple[str, Any, Any, str]]:
     """Return (key, value, what it must be, why)."""
+    sources = [
+        (
+            f"{key_of_teacher(name)}.source.type",
+            section.source.type,
+            "checkpoint",
+            "because the student would learn its own text",
+        )
+        for name, section in config.all_teachers.items()
+    ]
     return [
+        *sources,
         (
             "environment",
             None if config.environment is None else config.environment.type,

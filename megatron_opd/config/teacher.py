@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from megatron_opd.config.section import ChatTemplate, Said, TemplateKwargs
+from megatron_opd.config.section import ChatTemplate, NonNegativeFloat, Said, TemplateKwargs
 from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.sources import CheckpointSource, SourceConfig
 from megatron_opd.config.teacher_api import Api
@@ -43,6 +43,9 @@ class TeacherConfig(ServerConfig):
     served_name: Said | None = None
     """Name of the model in requests of openai and chat; null: the only one that the server lists.
     Needs an api other than bridge."""
+    cost_per_million_tokens: NonNegativeFloat | None = None
+    """Price of a million tokens that such servers read or write, in any currency, for the columns
+    teacher_billed_tokens and teacher_cost of metrics.jsonl; null: no such columns."""
 
     source: SourceConfig = CheckpointSource()
     """What the teacher's weights are: those of its checkpoint, or the student's, now or earlier

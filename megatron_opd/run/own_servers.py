@@ -17,6 +17,7 @@ from megatron_opd.data_workers.played import PlayedByWorkers
 from megatron_opd.data_workers.pool import WorkerPool
 from megatron_opd.data_workers.reward import make_reward
 from megatron_opd.environments.playing import Playing
+from megatron_opd.fleet.bill import billed
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.rollout.imitation import ImitatingGenerator, StudentIds
@@ -148,8 +149,8 @@ class OwnServers:
             await self.weights.restore_memory(tuple(outliving))
 
     def columns(self) -> Mapping[str, Any]:
-        """Return no columns of its own."""
-        return {}
+        """Return what teachers cost that are paid for by the token."""
+        return billed(self._config, self._fleets)
 
     def summary(self) -> None:
         """Return None: there are no sites."""

@@ -52,7 +52,8 @@ class ChatClient(ForeignClient):
         if request.seed is not None:
             body["seed"] = request.seed % 2**31
         size = BASE_BYTES + request.max_new_tokens * TEXT_BYTES
-        return parse_text(self.url, await self._asked(CHAT, body, size), request)
+        tokens = len(request.input_ids) + request.max_new_tokens
+        return parse_text(self.url, await self._asked(CHAT, body, size, tokens), request)
 
 
 def parse_text(url: str, reply: Any, request: RolloutRequest) -> WrittenText:

@@ -64,9 +64,14 @@ class ForeignClient(ServerClient):
         super().__init__(url, timeout_s=timeout_s, api_key=api_key)
         self.name = name
         self._opens_at_s = 0.0
+        self.billed_tokens = 0
+        """Tokens that answered requests had: those read, and those written."""
 
-    async def _asked(self, path: str, body: dict[str, Any], max_bytes: int) -> Any:
-        """Return the JSON of the reply to a request for work, in one try."""
+    async def _asked(self, path: str, body: dict[str, Any], max_bytes: int, tokens: int) -> Any:
+        """Return the JSON of the reply to a request for work, in one try.
+
+        tokens: read and at most written, which are billed where the reply does not say how many.
+        """
         loop = asyncio.get_running_loop()
         while (wait_s := self._opens_at_s - loop.time()) > 0:
             if wait_s > BUSY_S:
@@ -74,11 +79,13 @@ class ForeignClient(ServerClient):
                 raise ServerRefused(self.url, path, TOO_MANY_REQUESTS, said, wait_s)
             await asyncio.sleep(wait_s)
         try:
-            return await self._http.request("POST", path, body, max_bytes=max_bytes)
+            reply = await self._http.request("POST", path, body, max_bytes=max_bytes)
         except ServerRefused as error:
             if error.retry_after_s is not None:
                 self._opens_at_s = max(self._opens_at_s, loop.time() + error.retry_after_s)
             raise
+        self.billed_tokens += _tokens_of(reply, tokens)
+        return reply
 
     def _refused(self, path: str, what: str) -> ServerRefused:
         """Return the error for what this API cannot do; no other try would help."""
@@ -173,6 +180,13 @@ def other_ids(request: ScoreRequest) -> np.ndarray:
 def plain_ids(ids: Sequence[int] | np.ndarray) -> list[int]:
     """Return ids as JSON has them."""
     return np.asarray(ids).tolist()
+
+
+def _tokens_of(reply: Any, most: int) -> int:
+    """Return the tokens that a server says it read and wrote, or `most` where it says none."""
+    usage: Any = reply.get("usage") if isinstance(reply, dict) else None
+    said: Any = usage.get("total_tokens") if isinstance(usage, dict) else None
+    return said if is_int(said) and 0 <= said < MAX_IDS else most
 
 
 def _entries(reply: Any) -> list[dict[str, Any]]:

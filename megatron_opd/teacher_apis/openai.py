@@ -79,7 +79,7 @@ class OpenaiClient(ForeignClient):
         length = len(request.input_ids)
         rows = length * (2 + request.num_atoms)
         size = BASE_BYTES + length * NUMBER_BYTES + 2 * rows * PAIR_BYTES
-        reply = await self._asked(COMPLETIONS, body, size)
+        reply = await self._asked(COMPLETIONS, body, size, length + 1)
         found = parse_scores(self.url, reply, request)
         self._by_id = has_ids(reply)
         return found
@@ -120,7 +120,7 @@ class OpenaiClient(ForeignClient):
             body["logprobs"] = 1
         pairs = 4 * request.max_new_tokens
         size = BASE_BYTES + len(ids) * NUMBER_BYTES + pairs * PAIR_BYTES
-        return await self._asked(COMPLETIONS, body, size)
+        return await self._asked(COMPLETIONS, body, size, len(ids) + request.max_new_tokens)
 
     def _body(self, ids: list[int], max_tokens: int, temperature: float) -> dict[str, Any]:
         return {

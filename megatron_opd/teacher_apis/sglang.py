@@ -87,7 +87,7 @@ class SglangClient(ForeignClient):
         length = len(request.input_ids)
         rows = (length - first) * (1 + request.num_atoms + len(others))
         size = BASE_BYTES + length * NUMBER_BYTES + rows * PAIR_BYTES
-        reply = await self._asked(GENERATE, body, size)
+        reply = await self._asked(GENERATE, body, size, length)
         return parse_scores(self.url, reply, request, others)
 
     async def generate(self, request: RolloutRequest) -> RolloutReply:
@@ -116,7 +116,9 @@ class SglangClient(ForeignClient):
             body["top_logprobs_num"] = request.num_atoms
         pairs = request.max_new_tokens * (2 + request.num_atoms)
         size = BASE_BYTES + len(request.input_ids) * NUMBER_BYTES + pairs * PAIR_BYTES
-        return parse_answer(self.url, await self._asked(GENERATE, body, size), request)
+        tokens = len(request.input_ids) + request.max_new_tokens
+        reply = await self._asked(GENERATE, body, size, tokens)
+        return parse_answer(self.url, reply, request)
 
 
 def parse_scores(url: str, reply: Any, request: ScoreRequest, others: np.ndarray) -> ScoreReply:

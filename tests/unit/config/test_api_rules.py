@@ -40,6 +40,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"teacher": FOREIGN | {"urls": []}}, ["teacher.urls must name the servers", "got none"]),
     (
+        {"teacher": {"model": "m", "cost_per_million_tokens": 3.0}},
+        ["teacher.cost_per_million_tokens has no effect with teacher.api bridge", "got 3.0"],
+    ),
+    (
         {"teacher": {"model": "m", "served_name": "x"}},
         ["teacher.served_name has no effect with teacher.api bridge", "got x"],
     ),

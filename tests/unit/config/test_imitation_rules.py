@@ -24,6 +24,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"data": {"train": "t", "curriculum": {"type": "pass_rate"}, "task": "exact"}},
         "data.curriculum must be null",
     ),
+    (
+        {"teacher": {"model": "student", "source": {"type": "student"}}},
+        "teacher.source.type must be checkpoint .*got student",
+    ),
     ({"learner": {"routing_replay": "rollout"}}, "learner.routing_replay must be off"),
     (
         {
