@@ -13,7 +13,7 @@ def _teacher_prompt(config: ConfigTree) -> str | None:
     key = config.data.teacher_prompt_key
     if key is None:
         return None
-    if not config.estimator.reads_teacher:
+    if not config.estimator.asks_teacher:
         return (
             f"data.teacher_prompt_key {key} has no effect: objective.type {config.objective.type} "
             "reads no teacher; leave it null"
@@ -47,7 +47,7 @@ def _own_reading(config: ConfigTree) -> str | None:
             continue
         key, value = next(iter(reading.items()))
         got = f"got {shown(str(value) if key == 'chat_template' else value)}"
-        if not config.estimator.reads_teacher:
+        if not config.estimator.asks_teacher:
             return (
                 f"{role}.{key} has no effect: objective.type {config.objective.type} reads no "
                 f"teacher, {got}; leave it null"

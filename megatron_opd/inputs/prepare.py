@@ -77,7 +77,7 @@ from megatron_opd.inputs.rendering import (
 from megatron_opd.inputs.same_tokenizer import end_notes
 from megatron_opd.inputs.sinks import check_sinks
 from megatron_opd.inputs.template_preflight import template_notes_of_teachers
-from megatron_opd.inputs.tokenizers import make_decode
+from megatron_opd.inputs.tokenizers import make_decode, make_encode
 from megatron_opd.inputs.verifiers import check_isolation, row_tasks
 from megatron_opd.inputs.weights import unread_note
 from megatron_opd.models.hf_config import rope_note
@@ -390,6 +390,7 @@ def prepare(
         },
         judge=inputs.judge,
         decode=make_decode(tokenizer),
+        encode=make_encode(tokenizer),
         probes={name: probes_of(every, name) for name in teacher_roles(config)},
         ends=inputs.checked.ends,
         ending=ending_of(config, inputs.checked),

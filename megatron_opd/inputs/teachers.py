@@ -51,7 +51,8 @@ async def check_teachers(
     compare the scores with another program's forward pass too. students: servers whose first
     responses are scored.
     """
-    if config.scoring.guard == "off":
+    writes_alone = not config.estimator.reads_teacher and config.estimator.imitation is not None
+    if config.scoring.guard == "off" or writes_alone:  # no score of it is read
         return []
     run = partial(
         probe,
@@ -210,7 +211,7 @@ def _verdicts(
 def make_teacher_watch(config: Config, vocab_sizes: Mapping[Role, int]) -> TeacherWatch | None:
     """Return what looks at the scores during the run; None where no teacher is read."""
     teachers = {name: vocab_sizes[role] for name, role in teacher_roles(config).items()}
-    if not teachers:
+    if not teachers or not config.estimator.reads_teacher:
         return None
     guard = config.scoring.guard
     return TeacherWatch(

@@ -150,7 +150,7 @@ def template_notes_of_teachers(
     without being told to, with scoring.guard refuse.
     """
     guard = config.scoring.guard
-    if guard == "off" or not config.estimator.reads_teacher:
+    if guard == "off" or not config.estimator.asks_teacher:
         return []
     asked = [each for file in train for each in file.tally.asked]
     lines: list[str] = []

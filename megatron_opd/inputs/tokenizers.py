@@ -14,6 +14,7 @@ import msgspec
 
 from megatron_opd.config.wording import shown
 from megatron_opd.data.render import is_failure, said
+from megatron_opd.data.response_text import Encode
 from megatron_opd.data.without_torch import transformers_for_tokenizers
 from megatron_opd.data.written_tokenizer import cut_as_written
 from megatron_opd.errors import UserError
@@ -102,6 +103,11 @@ def _checked(problem: str, kind: Any, path: Path) -> Any:
         if not is_failure(error):
             raise
         raise UserError(f"{problem}: {said(error)}") from None
+
+
+def make_encode(tokenizer: PreTrainedTokenizerBase) -> Encode:
+    """Make what cuts text into token ids, and adds none."""
+    return lambda text: [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
 
 
 def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
-HEALTH = "health"
+HEALTH, WRITING = "health", "writing"
 ENVIRONMENT, USER = "environment", "user"
 MIXTURE, CURRICULUM = "mixture", "curriculum"
 

@@ -27,6 +27,7 @@ from megatron_opd.records.drops import (
     TEACHER_UNAVAILABLE,
     TEACHER_UNREACHABLE,
 )
+from megatron_opd.records.imitation import is_imitated
 from megatron_opd.records.mixtures import Shares
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.seeds import SCORE, derived_seed
@@ -39,6 +40,7 @@ from megatron_opd.records.types import (
     IntArray,
     Rollout,
     Sample,
+    rollout_here,
 )
 from megatron_opd.rollout.alignment.reading import Reader
 from megatron_opd.rollout.alignment.scoring import aligned_ask, aligned_scores
@@ -120,19 +122,24 @@ class FleetScorer:
         theirs = estimator.support.owner == "teacher"
         self._num_atoms = estimator.support.num_atoms(vocab_size) if theirs else 0
         self._num_draws = estimator.support.num_draws if theirs else 0
+        share, size = estimator.imitated_share, config.rollout.group_size
+        self._written = partial(is_imitated, group_size=size, share=share)
         self._backoff = Backoff(config.scoring.attempts)
 
     async def score(self, rollout: AnyRollout) -> AnySample:
         """Return a Sample with log q of every id in rollout.draws, and the reward.
 
         Raises ScoreRejected. No teacher is asked where no loss would read its scores. Where the
-        support is the teacher's, its selection replaces rollout.draws.
+        support is the teacher's, its selection replaces rollout.draws. What the teacher wrote is
+        neither scored nor judged.
         """
         limit = rollout.prompt.max_new_tokens or self._config.rollout.max_new_tokens
         if self._config.environment is not None:
             most = self._config.rollout.max_new_tokens
             limit = trajectory_limits(self._config.environment, most).most_sampled
         length = judged_length(self._config.selection.overlong, rollout, limit)
+        if self._written(rollout.prompt.uid):
+            return unscored(rollout_here(rollout), masked=length.masked)
         reward, prompt = await self._judged(rollout), rollout.prompt
         needed = self._needs_teacher(prompt.reward_weight, prompt.teacher_weight)
         asks = needed and not length.masked

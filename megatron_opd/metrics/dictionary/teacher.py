@@ -103,6 +103,12 @@ TEACHER = {
         healthy=Range(1e-4, None),
         action="about 0: the teacher's server answers a constant; look at its log",
     ),
+    "teacher_billed_tokens": Metric(
+        "tokens",
+        "Tokens that servers of teachers with a price (teacher.cost_per_million_tokens) have read "
+        "and written, of answered requests, since the process started.",
+    ),
+    "teacher_cost": Metric("", "What those tokens cost, in the currency of the price."),
     "teacher_near_uniform_fraction": Metric(
         "share",
         "Share of those log-probs within 0.05 nats of a uniform distribution's.",

@@ -8,6 +8,7 @@ import yaml
 
 from megatron_opd.config import schema
 from megatron_opd.config.alignment_rules import ALIGNMENT_RULES
+from megatron_opd.config.api_rules import API_RULES
 from megatron_opd.config.environment_rules import ENVIRONMENT_RULES
 from megatron_opd.config.load import ConfigError, load_config
 from megatron_opd.config.schema import Config
@@ -431,6 +432,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["metrics.health_every=0"],
     ),
     (
+        ["objective={type: sft_on_teacher}", "workers.count=1"],
+        ["workers.count must be 0 with objective.type sft_on_teacher", "got 1"],
+        ["workers.count=0"],
+    ),
+    (
         ["metrics.health_every=5", "schedule.type=sync", "schedule.time_shared=true"],
         ["metrics.health_every must be 0 with schedule.time_shared", "got 5"],
         ["schedule.time_shared=false"],
@@ -476,7 +482,7 @@ def test_the_table_covers_every_rule_of_a_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(schema, "ALL_RULES", tuple(map(watched, rules)))
     for overrides, _, _ in RUN_REFUSED:
         assert run_error(tmp_path, overrides) is not None
-    own_files = (*SITE_RULES, *SOURCE_RULES, *ENVIRONMENT_RULES, *ALIGNMENT_RULES)
+    own_files = (*SITE_RULES, *SOURCE_RULES, *ENVIRONMENT_RULES, *ALIGNMENT_RULES, *API_RULES)
     elsewhere = {rule.__name__ for rule in own_files}
     assert broken - elsewhere == {rule.__name__ for rule in rules} - elsewhere
 

@@ -13,6 +13,8 @@ from megatron_opd.config.curriculum import PassRateCurriculum
 from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.evaluation.progress import Evaluated
 from megatron_opd.evaluation.reports import EvaluationReport, TurnMeans
+from megatron_opd.fleet.bill import billed
+from megatron_opd.fleet.clients import make_fleet
 from megatron_opd.metrics.catalogue import BY_GROUP, GROUP_OF, METRICS, metric_of, tag_of
 from megatron_opd.metrics.metric import Range
 from megatron_opd.metrics.opd_health import HealthFigures
@@ -24,6 +26,7 @@ from megatron_opd.records.sample_figures import AlignedScores
 from megatron_opd.records.types import Batch, TurnFigures
 from megatron_opd.sites.figures import SiteFigures, SitesNow, columns
 from megatron_opd.transport.messages import UpdateMetrics
+from tests.support.config_files import minimal
 from tests.support.fakes import make_sample
 from tests.support.paths import ROOT
 
@@ -59,7 +62,7 @@ def whole_row() -> dict[str, Any]:
     totals = RunTotals(group_size=2, credit="turn")
     curriculum = CurriculumSource(Nothing(), 1, PassRateCurriculum(), seed=0)
     sites = partial(columns, {"near": SiteFigures()}, SitesNow(1, 0))
-    more = {"probe": Probe(), "more_columns": lambda: curriculum.columns() | sites()}
+    more = {"probe": Probe(), "more_columns": lambda: curriculum.columns() | sites() | paid()}
     recorder = RunRecorder(totals, [sink], teacher_watch=watch, **more)
     samples = []
     for uid in range(2):
@@ -77,6 +80,15 @@ def whole_row() -> dict[str, Any]:
     recorder.weights_synced(batch, report, Depths(0, 0, 0, 0, 0))
     (row,) = sink.rows
     return row
+
+
+def paid() -> dict[str, float]:
+    """What a teacher costs that has a price."""
+    section = {"model": "m", "urls": ["http://127.0.0.1:1"], "api": "sglang"}
+    priced = section | {"cost_per_million_tokens": 1.0}
+    config = minimal(support={"type": "path"}, teacher=priced)
+    assert config.teacher is not None
+    return billed(config, {"teacher": make_fleet(config.teacher, config.teacher.urls)})
 
 
 class Nothing:
