@@ -5,7 +5,7 @@ One function reads it for `opd run` and for `opd check`, so that they cannot dis
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import cycle, islice
@@ -65,9 +65,9 @@ from megatron_opd.inputs.rendering import (
 from megatron_opd.inputs.same_tokenizer import end_notes
 from megatron_opd.inputs.sinks import check_sinks
 from megatron_opd.inputs.template_preflight import template_notes_of_teachers
+from megatron_opd.inputs.texts import make_decode, make_swap, swap_notes
 from megatron_opd.inputs.verifiers import check_isolation, row_tasks
 from megatron_opd.inputs.weights import unread_note
-from megatron_opd.metrics.token_texts import Decode
 from megatron_opd.models.hf_config import rope_note
 from megatron_opd.models.rope import yarn_note
 from megatron_opd.records.mixtures import shares_of
@@ -173,6 +173,7 @@ def read_inputs(
         *drawn_notes(train),
         *unseen,
         *unhinted_notes(config, train),
+        *swap_notes(config, models.tokenizer, train),
         *skipped_lines(every),
         *changed_data,
         *lasting(config, train, shape),
@@ -328,22 +329,6 @@ def make_verifiers(config: Config) -> TaskVerifiers:
     return TaskVerifiers(tasks, config.verifier)
 
 
-def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Make what turns token ids into text as they stand, special tokens included."""
-
-    def decode(ids: Sequence[int]) -> str:
-        text = tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(text)
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return decode
-    # ten times faster than the wrapper for a token at a time
-    return lambda ids: backend.decode(list(ids), skip_special_tokens=False)
-
-
 def prepare(
     config: Config, begun: Begun | None = None, kept: RunTemplate | None = None
 ) -> Prepared:
@@ -371,6 +356,7 @@ def prepare(
         },
         judge=inputs.judge,
         decode=make_decode(tokenizer),
+        hints=make_swap(tokenizer),
         probes={name: probes_of(every, name) for name in teacher_roles(config)},
         ends=inputs.checked.ends,
         ending=ending_of(config, inputs.checked),

@@ -10,6 +10,7 @@ from megatron_opd.config.roles import Role
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.end_tokens import Ending, EndTokens
+from megatron_opd.data.hint_swap import HintSwap
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.stream import PromptSource
@@ -28,13 +29,13 @@ class Prepared:
 
     vocab_sizes: ids of every role's model; a teacher may have more than the student. heldout:
     evaluation problems by set, empty when there is no evaluation. judge: None when the task has no
-    verifier. decode: turns token ids into text. probes: training prompts by teacher, to look at its
-    scores before the run. ends: the ids that end a response of every role's model. ending: what
-    ends a response of the run, besides its row's own strings. turns: encodes what an environment
-    says; None without one. first: training prompts, the first ones. user: how a teacher plays the
-    user; None where none does. template: what chats are rendered with. train: the files that
-    prompts are drawn from. notes: for the terminal. shape: of the training files. state: what the
-    controller continues from.
+    verifier. decode: turns token ids into text. hints: makes prompts of teachers with the hints of
+    other rows. probes: training prompts by teacher, to look at its scores before the run. ends: the
+    ids that end a response of every role's model. ending: what ends a response of the run, besides
+    its row's own strings. turns: encodes what an environment says; None without one. first:
+    training prompts, the first ones. user: how a teacher plays the user; None where none does.
+    template: what chats are rendered with. train: the files that prompts are drawn from. notes: for
+    the terminal. shape: of the training files. state: what the controller continues from.
     """
 
     student: ModelFacts
@@ -44,6 +45,7 @@ class Prepared:
     heldout: Mapping[str, tuple[Prompt, ...]]
     judge: Judge | None
     decode: Decode
+    hints: HintSwap
     probes: Mapping[str, tuple[Prompt, ...]]
     ends: Mapping[Role, EndTokens]
     ending: Ending

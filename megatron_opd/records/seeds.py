@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
-HEALTH = "health"
+HEALTH, LEAK = "health", "leak"
 ENVIRONMENT, USER = "environment", "user"
 MIXTURE, CURRICULUM = "mixture", "curriculum"
 

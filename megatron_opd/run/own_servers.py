@@ -25,6 +25,7 @@ from megatron_opd.rollout.trajectories import TrajectoryGenerator
 from megatron_opd.run.stages import Ready
 from megatron_opd.transport.remote_learner import WeightsOfRole
 from megatron_opd.weight_sync.following import FollowedSync, Follower, as_students
+from megatron_opd.weight_sync.live import LiveVersion
 from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.session import Lose, WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
@@ -66,6 +67,10 @@ class OwnServers:
         }
         self.weights = FollowedSync(sync, self._followers)
 
+    def teacher_versions(self) -> Mapping[Role, LiveVersion]:
+        """Return the versions of the teachers that follow the student."""
+        return {role: each.sync.live for role, each in self._followers.items()}
+
     async def open(self, guard: Guard, supervisor: Supervisor) -> None:
         """Connect the learner and the servers. Raises WeightSyncFailed."""
         self._opened = True
@@ -87,7 +92,7 @@ class OwnServers:
             score = scored_by_workers(pool, sizes)
         ends = prepared.ending.token_ids
         sampler = RolloutGenerator(config, fleets[STUDENT], vocab_size, run_id, ends, sample)
-        versions = {role: each.sync.live for role, each in self._followers.items()}
+        versions = self.teacher_versions()
         scorer = FleetScorer(config, fleets, vocab_size, run_id, reward, score, versions)
         hold, seed = Rollouts(config.schedule.in_flight, self.weights), config.run.seed
         if config.environment is not None and pool is not None:

@@ -14,6 +14,7 @@ from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.evaluation.progress import Evaluated
 from megatron_opd.evaluation.reports import EvaluationReport, TurnMeans
 from megatron_opd.metrics.catalogue import BY_GROUP, GROUP_OF, METRICS, metric_of, tag_of
+from megatron_opd.metrics.hint_leak import LeakFigures
 from megatron_opd.metrics.metric import Range
 from megatron_opd.metrics.opd_health import HealthFigures
 from megatron_opd.metrics.recorder import RunRecorder
@@ -58,7 +59,7 @@ def whole_row() -> dict[str, Any]:
     totals = RunTotals(group_size=2, credit="turn")
     curriculum = CurriculumSource(Nothing(), 1, PassRateCurriculum(), seed=0)
     sites = partial(columns, {"near": SiteFigures()}, SitesNow(1, 0))
-    more = {"probe": Probe(), "more_columns": lambda: curriculum.columns() | sites()}
+    more = {"probes": (Health(), Hints()), "more_columns": lambda: curriculum.columns() | sites()}
     recorder = RunRecorder(totals, [sink], teacher_watch=watch, **more)
     samples = []
     for uid in range(2):
@@ -83,7 +84,7 @@ class Nothing:
         return self
 
 
-class Probe:
+class Health:
     def start(self, batch):
         pass
 
@@ -93,6 +94,11 @@ class Probe:
 
     def stop(self):
         pass
+
+
+class Hints(Health):
+    def columns(self):
+        return LeakFigures(*[1] * 7).columns() | {"leak_update": 0, "leak_s": 1.0}
 
 
 def of_updates() -> set[str]:
