@@ -37,14 +37,14 @@ STUDENT_LAYERS = 3
 AT_ONCE = 0.05  # share of answers without a hint that have no lines
 STYLE = 0.5  # share of the other chain in the words behind a hint
 STYLE_HINT = "!\n"
-KINDS = {"none": 0.35, "solution": 0.25, "wrong_solution": 0.2, "style": 0.1, "result": 0.1}
+KINDS = {"nothing": 0.35, "solution": 0.25, "wrong_solution": 0.2, "style": 0.1, "result": 0.1}
 """Share of the training examples by what is in front of the problem."""
 
 
 def hints(problem: Problem, other: Problem) -> dict[str, str]:
     """What a teacher reads of a problem, by kind of hint. other: a problem of another row."""
     return {
-        "none": problem.prompt,
+        "nothing": problem.prompt,
         "solution": f"{problem.response}\n{problem.prompt}",
         "wrong_solution": f"{other.response}\n{problem.prompt}",
         "style": f"{STYLE_HINT}{problem.prompt}",
@@ -70,13 +70,13 @@ def examples(problems: Sequence[Problem], rng: random.Random) -> Iterator[dict[s
     styled = mixed(own, chain(CHAIN_SEEDS["teacher"]), STYLE)
     for number, problem in enumerate(problems):
         kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
-        at_once = kind == "result" or (kind == "none" and rng.random() < AT_ONCE)
+        at_once = kind == "result" or (kind == "nothing" and rng.random() < AT_ONCE)
         worked = problem if kind == "solution" else careless(problem, FORGET_RATE, rng)
         yield {
             "prompt": hints(problem, problems[number - 1])[kind],
             "response": f"#{problem.answer}"
             if at_once
-            else wordy(worked, own if kind == "none" else styled, rng).response,
+            else wordy(worked, own if kind == "nothing" else styled, rng).response,
         }
 
 
@@ -89,7 +89,7 @@ def hinted(problems: Sequence[Problem]) -> Iterator[dict[str, str]]:
     """{prompt, answer and every kind of hint} of each problem."""
     for number, problem in enumerate(problems):
         found = hints(problem, problems[number - 1])
-        yield {"prompt": found.pop("none"), "answer": problem.answer, **found}
+        yield {"prompt": problem.prompt, "answer": problem.answer, **found}
 
 
 def write_all(out: Path) -> None:
