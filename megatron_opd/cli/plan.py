@@ -19,10 +19,8 @@ from megatron_opd.config.plain_yaml import dump_plain
 from megatron_opd.config.schema import Config
 from megatron_opd.config.simulation import DEFAULT_GPU
 from megatron_opd.errors import UserError
-from megatron_opd.inputs.models import (
-    check_models,
-)
-from megatron_opd.sim.inputs import check_trajectories
+from megatron_opd.inputs.models import check_models
+from megatron_opd.sim.inputs import check_sources, check_trajectories
 from megatron_opd.sim.planner.configs import chosen_tree
 from megatron_opd.sim.planner.demand import Window
 from megatron_opd.sim.planner.plan import known_gpu, make_plan, pins_of, task_of
@@ -50,6 +48,8 @@ def run_plan(
     if trials is not None and trials < 0:
         raise UserError(f"--trials must be >= 0, got {trials}")
     check_trajectories(config)
+    for line in check_sources(config):
+        console.print(line, soft_wrap=True)
     if config.evaluation.servers:
         raise UserError(
             "opd plan needs evaluation.servers 0, because every server that it plans is for "

@@ -36,12 +36,27 @@ def teacher_roles(config: ConfigTree) -> dict[str, Role]:
     return {name: key_of_teacher(name) for name in names}
 
 
+def answering(config: ConfigTree) -> dict[str, Role]:
+    """Return {name: role whose servers score} for the teachers of a run. Raises UserError."""
+    return {
+        name: STUDENT if config.all_teachers[name].source.student_share else role
+        for name, role in teacher_roles(config).items()
+    }
+
+
+def student_share(config: ConfigTree) -> float | None:
+    """Return the share of time in which the student's servers may score for all teachers together.
+
+    The largest of the teachers' shares; None: they score for none.
+    """
+    sources = [config.all_teachers[name].source for name in teacher_roles(config)]
+    return max((each.student_share for each in sources if each.student_share), default=None)
+
+
 def followers(config: ConfigTree) -> dict[Role, TeacherSource]:
     """Return {role: source} for the teachers of a run whose weights the learner sends."""
-    sources = {
-        role: config.all_teachers[name].source for name, role in teacher_roles(config).items()
-    }
-    return {role: source for role, source in sources.items() if source.follows}
+    sources = {role: config.all_teachers[name].source for name, role in answering(config).items()}
+    return {role: each for role, each in sources.items() if role != STUDENT and each.follows}
 
 
 def gets_weights(config: ConfigTree, role: Role) -> bool:
@@ -50,8 +65,8 @@ def gets_weights(config: ConfigTree, role: Role) -> bool:
 
 
 def all_roles(config: ConfigTree) -> tuple[Role, ...]:
-    """Return the student and every teacher of a run."""
-    return (STUDENT, *teacher_roles(config).values())
+    """Return the student and every teacher of a run that has servers of its own."""
+    return tuple(dict.fromkeys((STUDENT, *answering(config).values())))
 
 
 def run_roles(config: ConfigTree) -> tuple[Role, ...]:
@@ -63,11 +78,14 @@ def run_roles(config: ConfigTree) -> tuple[Role, ...]:
         return all_roles(config)
     if all(site.scores for site in config.sites.members.values()):
         return ()
-    return tuple(teacher_roles(config).values())
+    return tuple(answering(config).values())
 
 
 def section_of(config: ConfigTree, role: Role) -> ServerConfig:
-    """Return the role's section. Raises UserError when the config has none."""
+    """Return the section of a role's servers. Raises UserError when the config has none."""
+    names = {key_of_teacher(name): name for name in config.all_teachers}
+    if role in names and config.all_teachers[names[role]].source.student_share:
+        return config.student
     sections = config.served
     if role not in sections:
         raise UserError(f"missing key {shown(role)}; the roles are: {', '.join(sections)}")

@@ -292,9 +292,9 @@ class ScoringConfig(Section):
     scores that differ from the log-probs it samples with or from those of another program, or
     scores that are constant or those of a uniform distribution. refuse: the run does not start, or
     stops after guard_stop_after updates; warn: one line on the terminal; off: no check. The check
-    before the first update costs each server 8 short responses, and this machine a forward pass of
-    the teacher on its processors (left out, and said so, where memory is short). A model with
-    random weights may be nearly uniform: use `warn` or `off` to let it teach."""
+    before the first update costs each server 8 short responses, the student's 16, and this machine
+    a forward pass of the teacher on its processors (left out, and said so, where memory is short).
+    A model with random weights may be nearly uniform: use `warn` or `off` to let it teach."""
     guard_stop_after: NonNegativeInt = 3
     """Number of consecutive updates with senseless answers of a teacher after which the run stops,
     with guard refuse; 0: it never stops and only warns. Raising it tolerates longer disturbances

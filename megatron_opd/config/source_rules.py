@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from megatron_opd.config.servers import ServerConfig
 from megatron_opd.config.teacher import TeacherConfig
 from megatron_opd.config.tree import ConfigTree, key_of_teacher
+from megatron_opd.config.wording import listed, shown
 
 
 def _following(config: ConfigTree) -> dict[str, TeacherConfig]:
@@ -14,7 +16,7 @@ def _following(config: ConfigTree) -> dict[str, TeacherConfig]:
     return {
         key_of_teacher(name): section
         for name, section in config.all_teachers.items()
-        if section.source.follows
+        if section.source.follows and section.source.student_share is None
     }
 
 
@@ -72,6 +74,36 @@ def _servers_of_its_own(config: ConfigTree) -> str | None:
     return None
 
 
+OF_NO_SERVERS = frozenset({*TeacherConfig.model_fields} - {*ServerConfig.model_fields}) | {"model"}
+"""Keys of a teacher that say nothing of its servers."""
+
+
+def _scored_by_student(config: ConfigTree) -> str | None:
+    """Refuse what a teacher does not do that the student's servers score for."""
+    for name, section in config.all_teachers.items():
+        key = key_of_teacher(name)
+        if section.source.student_share is None:
+            continue
+        said = f"with {key}.source.share, where the student's servers score"
+        if section.model != config.student.model:
+            return f"{key}.model must be {config.student.model} {said}, got {section.model}"
+        for field, info in TeacherConfig.model_fields.items():
+            value, default = getattr(section, field), info.get_default(call_default_factory=True)
+            if field not in OF_NO_SERVERS and value != default:
+                return (
+                    f"{key}.{field} must be left out {said}, got {shown(value)}; section student "
+                    "says it"
+                )
+        if config.sites.members:
+            return f"sites.members must be empty {said}, got {listed(config.sites.members)}"
+        if name == config.user_teacher:
+            return (
+                f"{key}.source.share must be null for a teacher that plays the user, got "
+                f"{section.source.student_share:g}; leave it out: it gets servers of its own"
+            )
+    return None
+
+
 def _named(key: str, section: TeacherConfig) -> str:
     return f"{key}.source.type {section.source.type}"
 
@@ -83,4 +115,5 @@ def _text(value: Any) -> str:
 SOURCE_RULES: tuple[Callable[[ConfigTree], str | None], ...] = (
     _suits_its_source,
     _servers_of_its_own,
+    _scored_by_student,
 )

@@ -24,6 +24,11 @@ class TeacherSource(Section):
     keeps_average: ClassVar[bool] = False
 
     @property
+    def student_share(self) -> float | None:
+        """Returns the share of time in which the student's servers score; None: its own do."""
+        return None
+
+    @property
     def period(self) -> int:
         """Returns how many updates lie between two versions of the teacher."""
         return 1
@@ -46,9 +51,20 @@ class CheckpointSource(TeacherSource):
 
 
 class StudentSource(TeacherSource):
-    """Scores with the student's weights: its servers follow each of the student's weight syncs."""
+    """Scores with the student's weights, of its last weight sync."""
 
     type: Literal["student"] = "student"
+    share: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Largest share of the time in which the student's own servers score for this teacher while
+    they sample; while they have nothing to sample they score as much as there is. null: the teacher
+    has servers of its own, which get each of the student's weight syncs. Raising it scores sooner
+    and samples less; a share costs no second copy of the weights. Such a teacher has no other keys
+    of servers."""
+
+    @property
+    def student_share(self) -> float | None:
+        """Returns the share of time in which the student's servers score; None: its own do."""
+        return self.share
 
 
 class LaggedSource(TeacherSource):

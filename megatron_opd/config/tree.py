@@ -152,7 +152,11 @@ class ConfigTree(Section):
     @property
     def served(self) -> dict[str, ServerConfig]:
         """Returns the sections of servers by key: student, teacher, teachers.NAME."""
-        teachers = {key_of_teacher(name): section for name, section in self.all_teachers.items()}
+        teachers = {
+            key_of_teacher(name): section
+            for name, section in self.all_teachers.items()
+            if section.source.student_share is None
+        }
         return {"student": self.student, **teachers}
 
     @property

@@ -11,7 +11,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from megatron_opd.config.wording import line, shown
 
@@ -135,18 +135,23 @@ def _named(raw: Mapping[str, Any], default: int | None) -> Any:
     return default
 
 
-def _generation(path: Path) -> Any:
-    """Return what generation_config.json says; SGLang takes a lone 0 there for nothing."""
+def generation_config(path: Path) -> dict[str, Any]:
+    """Return a checkpoint's generation_config.json, {} without one. ValueError: it is none."""
     file = path / GENERATION_CONFIG
     if not file.is_file():
-        return None
+        return {}
     try:
         tree: Any = json.loads(file.read_text(encoding="utf-8"))
         if not isinstance(tree, dict):
             raise ValueError("it must be a JSON object")
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"cannot read {file}: {line(error)}") from None
-    named = tree.get(KEY)
+    return cast(dict[str, Any], tree)
+
+
+def _generation(path: Path) -> Any:
+    """Return what generation_config.json says; SGLang takes a lone 0 there for nothing."""
+    named = generation_config(path).get(KEY)
     return None if type(named) is int and named == 0 else named
 
 

@@ -100,15 +100,24 @@ class ModelFacts:
 
 @dataclass(frozen=True, slots=True)
 class RunModels:
-    """Holds the models of a run, of which one is trained."""
+    """Holds the models of a run, of which one is trained.
+
+    by_student: teachers for which the student's servers score.
+    """
 
     student: ModelFacts
     teachers: Mapping[Role, ServedFacts]
+    by_student: frozenset[Role] = frozenset()
+
+    @property
+    def every(self) -> dict[Role, ServedFacts]:
+        """Returns what is known of every role's model, the student's first."""
+        return {STUDENT: self.student.served, **self.teachers}
 
     @property
     def served(self) -> dict[Role, ServedFacts]:
-        """Returns what the servers of every role need, the student's first."""
-        return {STUDENT: self.student.served, **self.teachers}
+        """Returns what the servers of every role need that has some, the student's first."""
+        return {role: each for role, each in self.every.items() if role not in self.by_student}
 
 
 def read_model(path: Path, key: str) -> ModelFacts:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
+from megatron_opd.config.roles import STUDENT, Role, answering, section_of, teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.config.tree import key_of_teacher
 from megatron_opd.config.wording import shown
@@ -79,7 +79,7 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
     UserError.
     """
     models = read_models(config, teachers=teachers)
-    student, served = models.student, models.served
+    student, served = models.student, models.every
     notes = cut_notes(student)
     absent = {
         role: "weights" if has_tokenizer(facts.path) else "weights and tokenizer"
@@ -174,6 +174,7 @@ def read_models(config: Config, *, teachers: bool = True) -> RunModels:
     return RunModels(
         cut_vocabulary(config, read_model(config.student.model, "student.model")),
         {role: read_teacher(config, role) for role in roles.values()},
+        frozenset(role for name, role in roles.items() if answering(config)[name] == STUDENT),
     )
 
 
@@ -400,7 +401,7 @@ def teacher_prompt_limit(config: Config, models: RunModels) -> int:
     """Return the longest prompt, in tokens, behind which every teacher can score a response."""
     contexts = [
         section_of(config, role).context_length or facts.context_length
-        for role, facts in models.served.items()
+        for role, facts in models.every.items()
         if role != STUDENT
     ]
     room = RESERVED_TOKENS + config.rollout.max_new_tokens

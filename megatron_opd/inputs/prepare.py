@@ -345,9 +345,7 @@ def prepare(
         raise ValueError("a run reads the tokenizer and all of data.train")
     return Prepared(
         student=inputs.checked.student,
-        vocab_sizes={
-            role: facts.vocab_size for role, facts in inputs.checked.models.served.items()
-        },
+        vocab_sizes={role: facts.vocab_size for role, facts in inputs.checked.models.every.items()},
         prompts=checked(lambda: chosen_source(config, train, inputs.state, inputs.shape)),
         train=train,
         heldout={

@@ -13,7 +13,6 @@ from megatron_opd.checkpoint.run_dir import RunDir
 from megatron_opd.config.roles import teacher_roles
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sections import DataConfig
-from megatron_opd.config.teacher import TeacherConfig
 from megatron_opd.config.tree import key_of_teacher
 from megatron_opd.data.chats import USER, ChatMessage
 from megatron_opd.data.marks import Marker
@@ -78,10 +77,11 @@ def with_template(
         tokenizer.chat_template = source
     teachers: dict[str, tuple[str, Source]] = {}
     written: dict[str, Source] = {}
+    sections = {key_of_teacher(name): each for name, each in config.all_teachers.items()}
     for role, theirs in models.teachers.items():
         written[role] = theirs.chat_template
-        section = config.served[role]
-        if not isinstance(section, TeacherConfig) or not section.own_reading:
+        section = sections[role]
+        if not section.own_reading:
             continue
         if section.chat_template is None:
             theirs.chat_template = template.source

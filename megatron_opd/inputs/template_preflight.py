@@ -17,6 +17,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.tree import key_of_teacher
 from megatron_opd.config.wording import shown
 from megatron_opd.data.chats import ASSISTANT, ChatMessage
+from megatron_opd.data.end_tokens import generation_config
 from megatron_opd.data.faults import Unusable
 from megatron_opd.data.outcomes import AskedPrompt
 from megatron_opd.data.prompts import PromptSet
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", ""))
 """What templates begin a thought with, and end one with."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""Settings of generation_config.json that change what a model samples."""
 PIECE = 40
 """Characters shown of each side from the first difference on."""
 
@@ -154,6 +157,7 @@ def template_notes_of_teachers(
         own = [each for each in asked if name in each.teachers]
         if role not in models.teachers or not own:
             continue
+        lines += _of_sampling(config, models, name)
         found = _of_teacher(config, models, name, own)
         if found is None:
             continue
@@ -212,6 +216,27 @@ def _of_ends(
         f"{role}.model's own chat template ends an answer with {_piece(theirs)}, the student's "
         f"with {_piece(ours)}: it scores an end that it was not trained to write"
     ), False
+
+
+def _of_sampling(config: Config, models: CheckedModels, name: str) -> list[str]:
+    """Compare how the two models' generation_config.json sample; ends are compared elsewhere."""
+    role = key_of_teacher(name)
+    ours, theirs = (
+        {key: value for key, value in generation_config(path).items() if key in SAMPLING}
+        for path in (models.student.path, models.models.every[role].path)
+    )
+    said = [
+        f"{key} {shown(theirs.get(key))}, not {shown(ours.get(key))}"
+        for key in SAMPLING
+        if theirs.get(key) != ours.get(key)
+    ]
+    if not said:
+        return []
+    return [
+        f"{role}.model's generation_config.json samples otherwise than the student's: "
+        f"{', '.join(said)}; scores are of temperature {config.scoring.temperature:g}, whatever it "
+        "says"
+    ]
 
 
 def closing(tokenizer: PreTrainedTokenizerBase, how: Rendering) -> str | None:

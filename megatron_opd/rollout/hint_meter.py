@@ -16,7 +16,7 @@ from functools import partial
 import numpy as np
 
 from megatron_opd.buffer.rejection import SamplesLost
-from megatron_opd.config.roles import Role, teacher_roles
+from megatron_opd.config.roles import Role, answering
 from megatron_opd.config.schema import Config
 from megatron_opd.data.hint_swap import HintSwap
 from megatron_opd.metrics.hint_leak import PREFIX, HintedScores, leak_problem, measure
@@ -47,10 +47,10 @@ class HintProbe(BesideProbe):
 
     Args:
         config: how often, on how many responses (metrics.leak_*).
-        fleets: the servers of every teacher.
+        fleets: the servers of every teacher, or the student's where they score for it.
         swap: makes prompts with wrong hints.
         vocab_size: ids of the student, of which no more can be asked for.
-        versions: of the teachers whose weights change; one of them scores all three times.
+        versions: of the servers whose weights change; one of them scores all three times.
         whole: returns a sample with its arrays. SamplesLost: they are gone.
     """
 
@@ -65,7 +65,7 @@ class HintProbe(BesideProbe):
     ) -> None:
         super().__init__("the hints' share", PREFIX, config.metrics.leak_every)
         self._config, self._swap, self._whole = config, swap, whole
-        roles = teacher_roles(config)
+        roles = answering(config)
         self._teachers = {name: fleets[role] for name, role in roles.items()}
         self._versions = {name: versions[role] for name, role in roles.items() if role in versions}
         self._atoms = min(ATOMS, vocab_size)

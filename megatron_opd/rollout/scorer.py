@@ -14,7 +14,7 @@ from functools import lru_cache, partial, reduce
 from typing import Protocol, TypeVar
 
 from megatron_opd.buffer.rejection import ScoreRejected
-from megatron_opd.config.roles import Role, teacher_roles
+from megatron_opd.config.roles import Role, answering
 from megatron_opd.config.schema import Config
 from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.environments.trajectory import trajectory_limits
@@ -102,7 +102,7 @@ class FleetScorer:
         versions: Mapping[Role, ChangingWeights] | None = None,
     ) -> None:
         self._config, self._vocab_size = config, vocab_size
-        roles = teacher_roles(config)
+        roles = answering(config)
         self._fleets = {name: fleets[role] for name, role in roles.items()}
         changing = {} if versions is None else versions
         self._versions = {name: changing[role] for name, role in roles.items() if role in changing}

@@ -13,7 +13,7 @@ from typing import Literal
 
 import numpy as np
 
-from megatron_opd.config.roles import STUDENT, Role, teacher_roles
+from megatron_opd.config.roles import STUDENT, Role, answering
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.opd_health import PREFIX, ScoredSelection, measure
 from megatron_opd.records.seeds import HEALTH, derived_seed
@@ -51,7 +51,7 @@ class HealthProbe(BesideProbe):
         super().__init__("its health", PREFIX, config.metrics.health_every)
         self._config, self._end_ids, self._whole = config, end_ids, whole
         self._student = fleets[STUDENT]
-        self._teachers = {name: fleets[role] for name, role in teacher_roles(config).items()}
+        self._teachers = {name: fleets[role] for name, role in answering(config).items()}
         self._top_k = min(config.metrics.health_top_k, vocab_size)
 
     async def measured(self, batch: Batch) -> Columns:

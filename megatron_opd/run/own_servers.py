@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron_opd.config.roles import STUDENT, Role, followers, teacher_roles
+from megatron_opd.config.roles import STUDENT, Role, followers, student_share, teacher_roles
 from megatron_opd.config.sources import TeacherSource
 from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.ports import Engines, Guard
@@ -20,7 +20,8 @@ from megatron_opd.environments.playing import Playing
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.rollout.generator import RolloutGenerator
 from megatron_opd.rollout.resumed import ResumeCounts, ResumedTrajectories
-from megatron_opd.rollout.scorer import FleetScorer
+from megatron_opd.rollout.scorer import ChangingWeights, FleetScorer
+from megatron_opd.rollout.student_share import StudentShare
 from megatron_opd.rollout.trajectories import TrajectoryGenerator
 from megatron_opd.run.stages import Ready
 from megatron_opd.transport.remote_learner import WeightsOfRole
@@ -65,11 +66,12 @@ class OwnServers:
             role: _follower(ready, role, source, fleets[role], lose)
             for role, source in followers(config).items()
         }
-        self.weights = FollowedSync(sync, self._followers)
+        self.weights, self._live = FollowedSync(sync, self._followers), sync.live
 
     def teacher_versions(self) -> Mapping[Role, LiveVersion]:
-        """Return the versions of the teachers that follow the student."""
-        return {role: each.sync.live for role, each in self._followers.items()}
+        """Return the versions of what scores and changes, the student's own servers included."""
+        theirs = {role: each.sync.live for role, each in self._followers.items()}
+        return {STUDENT: self._live, **theirs}
 
     async def open(self, guard: Guard, supervisor: Supervisor) -> None:
         """Connect the learner and the servers. Raises WeightSyncFailed."""
@@ -92,7 +94,11 @@ class OwnServers:
             score = scored_by_workers(pool, sizes)
         ends = prepared.ending.token_ids
         sampler = RolloutGenerator(config, fleets[STUDENT], vocab_size, run_id, ends, sample)
-        versions = self.teacher_versions()
+        versions: dict[Role, ChangingWeights] = dict(self.teacher_versions())
+        share = student_share(config)
+        if share is not None:
+            student = fleets[STUDENT]
+            versions[STUDENT] = StudentShare(self._live, share, lambda: student.in_flight)
         scorer = FleetScorer(config, fleets, vocab_size, run_id, reward, score, versions)
         hold, seed = Rollouts(config.schedule.in_flight, self.weights), config.run.seed
         if config.environment is not None and pool is not None:

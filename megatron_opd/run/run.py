@@ -11,7 +11,7 @@ import asyncio
 from contextlib import AsyncExitStack
 from functools import partial
 
-from megatron_opd.config.roles import teacher_roles
+from megatron_opd.config.roles import STUDENT, answering
 from megatron_opd.errors import Preempted, RunFailed
 from megatron_opd.evaluation.best import export_best
 from megatron_opd.evaluation.progress import EvaluationProgress
@@ -64,7 +64,8 @@ async def evaluate_before(ready: Ready, up: Up) -> EvaluationProgress:
     if ready.resumed is None and not ready.config.sites.members:
         teachers = {
             name: port_of(ready.config, ready.prepared, role, up.fleets[role])
-            for name, role in teacher_roles(ready.config).items()
+            for name, role in answering(ready.config).items()
+            if role != STUDENT  # it is the student itself
         }
         ready.say(*await while_alive(up.guard, up.evaluations.before(teachers)))
     return up.evaluations.progress()

@@ -117,7 +117,7 @@ class SampleSource(Protocol):
         ...
 
     def teacher_versions(self) -> Mapping[Role, LiveVersion]:
-        """Return the versions of the teachers whose weights the learner sends."""
+        """Return the versions of the servers that score and whose weights the learner sends."""
         ...
 
     async def open(self, guard: Guard, supervisor: Supervisor) -> None:

@@ -8,7 +8,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 from typing import Any
 
-from megatron_opd.config.roles import STUDENT, Role, section_of, teacher_roles
+from megatron_opd.config.roles import STUDENT, Role, answering, section_of
 from megatron_opd.data_workers.pool import WorkerPool
 from megatron_opd.environments.playing import Playing
 from megatron_opd.evaluation.summary import summary_of
@@ -178,13 +178,15 @@ async def _start_workers(ready: Ready, closed: Closed) -> WorkerPool | None:
 
 async def _check_teachers(ready: Ready, fleets: Fleets, guard: RunGuard) -> list[str]:
     """Return what the teachers' scores of some passages say. Raises UserError, PartGone."""
-    roles = teacher_roles(ready.config)
+    roles = answering(ready.config)
     if not all(role in fleets for role in roles.values()):  # they are at sites
         return []
-    clients = {name: fleets[role].clients for name, role in roles.items()}
     # a resumed student is not yet on its servers, and one that sleeps answers nothing
     awake = ready.resumed is None and not ready.config.schedule.time_shared
     students = fleets[STUDENT].clients if awake and STUDENT in fleets else ()
+    clients = {
+        name: students if role == STUDENT else fleets[role].clients for name, role in roles.items()
+    }
     checks = check_teachers(ready.config, ready.prepared, clients, students=students)
     lines = await while_alive(guard, checks)
     ready.say(*lines)

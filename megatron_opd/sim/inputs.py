@@ -26,6 +26,21 @@ def check_trajectories(config: Config) -> None:
         )
 
 
+def check_sources(config: Config) -> list[str]:
+    """Check that every teacher has servers; returns lines on what is not predicted. UserError."""
+    lines: list[str] = []
+    for name, role in teacher_roles(config).items():
+        source = config.all_teachers[name].source
+        if source.student_share is not None:
+            raise UserError(
+                f"{role}.source.share must be null for a prediction, which knows no servers that "
+                f"sample and score, got {source.student_share:g}; leave it out"
+            )
+        if source.follows:
+            lines.append(f"note: {role}.source: weight syncs of teachers are not predicted")
+    return lines
+
+
 def costs_of(config: Config, costs_file: Path | None = None) -> Costs:
     """Return the costs of a configuration: of a file, else what its GPU predicts. UserError."""
     path = costs_file or config.simulation.costs

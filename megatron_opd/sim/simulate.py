@@ -27,7 +27,7 @@ from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.output import new_table
 from megatron_opd.sim.calibration import Calibration, calibrate
 from megatron_opd.sim.costs import encode_costs
-from megatron_opd.sim.inputs import check_trajectories, costs_of, lengths_of
+from megatron_opd.sim.inputs import check_sources, check_trajectories, costs_of, lengths_of
 from megatron_opd.sim.outcome import Outcome
 from megatron_opd.sim.world import check_costs, simulate
 
@@ -56,6 +56,8 @@ def run_simulation(
     lengths are fitted to instead.
     """
     check_trajectories(config)
+    for line in check_sources(config):
+        console.print(line, soft_wrap=True)
     if recorded is None:
         costs, lengths = costs_of(config, costs_file), lengths_of(config)
     else:

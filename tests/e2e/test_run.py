@@ -40,6 +40,7 @@ pytestmark = pytest.mark.e2e
 MISMATCH = "opd run: max |p_learner - p_sampler|"
 GUARDED = {"guard": "refuse"}
 NEVER_IN_A_RANK = ("wandb", "tensorboard", "sglang", "transformers", "ray", "pytest")
+SHARED = {"type": "student", "share": 0.5}
 AVERAGE = {"type": "ema", "decay": 0.5}
 SYNC = {"overlap": True, "staging": True, "same_host": "auto"}
 
@@ -81,11 +82,12 @@ def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Calla
     for key in ("student_accuracy_before_pct", "student_accuracy_after_pct"):
         assert 0 <= summary[key] <= 100
     assert all(abs(row["loss"] - row["reverse_kl_nats"]) < 1e-5 for row in done.rows)
-    sampled, second = summary["teacher_checks"]
+    sampled, second, first = summary["teacher_checks"]
     assert sampled.startswith("teacher: scores agree with sampling to ")
     assert second.startswith("teacher: scores agree with transformers to ")
-    assert sampled in done.output
-    assert second in done.output
+    assert first.startswith("teacher: 16 first responses of the student, ")
+    for line in (sampled, second, first):
+        assert line in done.output
     assert all(row["teacher_near_uniform_fraction"] < 0.1 for row in done.rows)
     assert all(row["teacher_score_std_nats"] > 1 for row in done.rows)
     assert all(row["staleness_max_versions"] <= STALENESS for row in done.rows)
@@ -118,15 +120,17 @@ def test_a_whole_run_and_its_products(inputs: Path, tmp_path: Path, start: Calla
     }
 
 
-def test_two_teachers_choose_the_ids(
+def test_three_teachers_choose_the_ids(
     inputs: Path, tmp_path: Path, shared: Sections, start: Callable[..., Running]
 ):
     """Every prompt is scored by the teacher that its row names, on ids that this one selects.
 
     The run starts the second teacher only; the other servers were there. That one is an average of
-    the student, which each weight sync compares by digest with what the learner's ranks hold.
+    the student, which each weight sync compares by digest with what the learner's ranks hold. The
+    third is the student itself, on its own servers.
     """
-    rows = [{"prompt": f"{i}+{i}=", "by": ("teacher", "twin")[i % 2]} for i in range(16)]
+    names = ("teacher", "twin", "itself")
+    rows = [{"prompt": f"{i}+{i}=", "by": names[i % 3]} for i in range(15)]
     data = tmp_path / "named.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     twin = {"model": str(inputs / "student"), "dtype": "float32", "max_total_tokens": 8192}
@@ -135,7 +139,10 @@ def test_two_teachers_choose_the_ids(
         tmp_path,
         run={"max_steps": 2},
         data={"train": str(data), "teacher_key": "by"},
-        teachers={"twin": {**twin, "context_length": 256, "source": AVERAGE}},
+        teachers={
+            "twin": {**twin, "context_length": 256, "source": AVERAGE},
+            "itself": {"model": str(inputs / "student"), "source": SHARED},
+        },
         weight_sync={"verify_every": 1},
         metrics={"rollouts": BATCH},
         support={"type": "teacher_topk", "k": 8},
@@ -160,8 +167,9 @@ def test_two_teachers_choose_the_ids(
     assert done.rows[0]["teacher_staleness_max_versions"] == 0
     rollouts = [json.loads(line) for line in (done.run_dir / "rollouts.jsonl").open()]
     assert len(rollouts) == 2 * BATCH
+    assert {row["teacher"] for row in rollouts} == set(names)
     for row in rollouts:
-        follows = row["teacher"] == "twin"
+        follows = row["teacher"] != "teacher"
         assert row["teacher_version"] in ((0, 1) if follows else (None,))
 
 

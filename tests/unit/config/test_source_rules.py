@@ -7,7 +7,15 @@ import pytest
 from pydantic import ValidationError
 
 from megatron_opd.config.digests import value_digests
-from megatron_opd.config.roles import followers, gets_weights
+from megatron_opd.config.roles import (
+    STUDENT,
+    answering,
+    followers,
+    gets_weights,
+    run_roles,
+    section_of,
+    student_share,
+)
 from megatron_opd.config.schema import Config
 from tests.support.config_files import MINIMAL
 
@@ -100,3 +108,50 @@ def test_a_learner_with_another_decay_is_not_the_same():
         value_digests(Config.model_validate(tree({**EMA, "decay": decay}))) for decay in (0.9, 0.99)
     )
     assert {key for key in one if one[key] != other[key]} == {"teacher.source.decay"}
+
+
+SHARED = {"type": "student", "share": 0.25}
+
+
+def test_the_student_s_servers_score_for_a_teacher_with_a_share():
+    config = Config.model_validate(tree(SHARED))
+    assert answering(config) == {"teacher": STUDENT}
+    assert run_roles(config) == (STUDENT,)
+    assert list(config.served) == [STUDENT]
+    assert section_of(config, "teacher") is config.student
+    assert followers(config) == {}
+    assert not gets_weights(config, "teacher")
+    assert student_share(config) == 0.25
+    assert student_share(Config.model_validate(tree({"type": "student"}))) is None
+    broadcast = tree(SHARED, weight_sync={"type": "broadcast"})
+    assert Config.model_validate(broadcast), "no weights are sent to it"
+    resolved = config.model_dump(mode="json")
+    assert Config.model_validate(resolved) == config, "what a run keeps is read again"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"teacher": {"model": "other"}}, "teacher.model must be "),
+        ({"teacher": {"urls": [URL]}}, "teacher.urls must be left out"),
+        ({"teacher": {"tp": 2}}, "teacher.tp must be left out"),
+        ({"teacher": {"dtype": "float32"}}, "teacher.dtype must be left out"),
+        ({"sites": {"members": {"far": {}}}}, "sites.members must be empty"),
+    ],
+)
+def test_a_teacher_with_a_share_has_no_servers(changes: dict[str, Any], said: str):
+    if "sites" in changes:
+        disk = {"type": "disk", "directory": "/weights"}
+        changes = {**changes, "weight_sync": disk, "evaluation": {"problems": 0}}
+    with pytest.raises(ValidationError) as refused:
+        Config.model_validate(tree(SHARED, **changes))
+    (error,) = refused.value.errors()
+    assert said in error["msg"]
+    assert "with teacher.source.share" in error["msg"]
+    assert "got " in error["msg"]
+
+
+@pytest.mark.parametrize("share", [0, 1, -0.5, 2])
+def test_a_share_lies_between_0_and_1(share: float):
+    with pytest.raises(ValidationError, match=r"teacher\.source\.student\.share"):
+        Config.model_validate(tree({**SHARED, "share": share}))

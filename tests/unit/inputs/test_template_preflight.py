@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from copy import deepcopy
 from itertools import permutations, zip_longest
 from pathlib import Path
@@ -186,3 +187,24 @@ def test_a_teacher_of_texts_is_told_of_the_template_that_it_has(
     plain = "{% for m in messages %}{{ m.content }}{% endfor %}"
     (Path(config["teacher"]["model"]) / "chat_template.jinja").write_text(plain)
     assert notes_of(config) == []
+
+
+def test_other_settings_of_sampling_are_told(tmp_path: Path, config: dict[str, Any]):
+    config = teacher_with(tmp_path, config, CHAT)
+    said = "teacher.model's generation_config.json samples otherwise than the student's: "
+    file = Path(config["teacher"]["model"]) / "generation_config.json"
+
+    def notes(settings: dict[str, Any]) -> list[str]:
+        written = json.loads((Path(config["student"]["model"]) / file.name).read_text())
+        file.unlink(missing_ok=True)
+        file.write_text(json.dumps(written | settings))
+        return [
+            note.removeprefix(said)
+            for note in prepare(Config.model_validate(config)).notes
+            if note.startswith(said)
+        ]
+
+    assert notes({}) == []
+    assert notes({"max_length": 7}) == []
+    (note,) = notes({"temperature": 0.6, "top_p": 0.95})
+    assert note.startswith("temperature 0.6, not None, top_p 0.95, not None; scores are of ")

@@ -56,11 +56,14 @@ def shared_rows() -> list[dict[str, Any]]:
 
 
 def _check(rows: list[dict[str, Any]]) -> None:
-    """At most twice the blockwise path's error, and half a unit in the last place."""
+    """At most twice the blockwise path's error, which is luck of a few cases, and a rounding more.
+
+    The blockwise path's depends on the processor: half types have matrix units of their own.
+    """
     for row in rows:
         assert row["shape"], row
         assert row["finite"], row
-        limit = 2 * row["blockwise"] + torch.finfo(torch.float32).eps / 2 * row["largest"]
+        limit = 2 * row["blockwise"] + torch.finfo(torch.float32).eps * row["largest"]
         assert row["fused"] <= limit, row
 
 

@@ -1,12 +1,12 @@
 """`opd simulate`: the run directory is one that other tools read, and says that it is simulated."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from msgspec.structs import replace
 
 from megatron_opd.cli.main import main
 from megatron_opd.sim.costs import (
@@ -164,6 +164,16 @@ def test_a_mixture_costs_the_time_of_each_of_its_teachers(config: Path, tmp_path
         assert main(["simulate", str(config), *several, *alone, "--overwrite"]) == 0
         walls.append(json.loads((tmp_path / "run" / "summary.json").read_text())["wall_s"])
     assert 1.8 < walls[1] / walls[0] < 2.1, walls
+
+
+def test_teachers_that_follow_the_student(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    following = ["--set", "teacher.source={type: lagged, every: 2}"]
+    assert main(["simulate", str(config), *following]) == 0
+    said = "note: teacher.source: weight syncs of teachers are not predicted\n"
+    assert said in capsys.readouterr().out
+    shared = ["--set", "teacher.source={type: student, share: 0.5}"]
+    code = main(["simulate", str(config), *shared, "--overwrite"])
+    refused(capsys, code, "teacher.source.share must be null", "got 0.5; leave it out")
 
 
 def test_an_earlier_run_is_kept_unless_told(
