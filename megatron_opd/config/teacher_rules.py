@@ -75,6 +75,12 @@ def _leak(config: ConfigTree) -> str | None:
                 f"metrics.leak_every must be 0 with {key}, which changes more than hints do, got "
                 f"{every}; leave one of them out"
             )
+        if config.schedule.time_shared and section.source.student_share is not None:
+            return (
+                f"metrics.leak_every must be 0 with schedule.time_shared and "
+                f"{key_of_teacher(name)}.source.share, where the servers that score have no memory "
+                f"while the learner works, got {every}"
+            )
     return None
 
 
