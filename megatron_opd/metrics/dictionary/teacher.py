@@ -71,9 +71,9 @@ LEAK = {
         "Share of what hints change about the teacher that is the hint of the row, and not what "
         "the hint of any other row changes as well (docs/hints.md). Null: they change less than "
         "0.0001 nats a token.",
-        healthy=Range(low=0.2),
-        action="the hint of another row teaches as much as the right one: hints teach style; look "
-        "at what the teacher reads, give it solutions with their working, or leave hints out",
+        action="below 0.2 by more than its error: the hint of another row teaches as much as the "
+        "right one, hints teach style; look at what the teacher reads, give it solutions with "
+        "their working, or leave hints out",
     ),
     "leak_hint_share_error": Metric(
         "share", "Its standard error over the responses; null of one response."
