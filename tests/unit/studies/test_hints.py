@@ -73,8 +73,8 @@ def test_what_is_said_of_runs(tmp_path: Path):
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        ({"solution": 40.0}, "the right solution adds"),
-        ({"style": 60.0}, "hint-style changes accuracy by"),
+        ({"solution": 64.0}, "the right solution adds"),
+        ({"style": 63.0}, "hint-style changes accuracy by"),
         ({"result": 30.0}, "hint-result: [30.0, 30.0, 30.0] % after"),
         ({"live": 30.0}, "teacher-live"),
         ({"frozen": 0.0}, "teacher-frozen"),
