@@ -8,17 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.data.hint_swap import HintSwap
 from megatron_opd.metrics.hint_leak import measure
 from megatron_opd.records.seeds import LEAK, derived_seed
-from megatron_opd.records.types import Batch, IntArray, Sample
+from megatron_opd.records.types import AnySample, Batch, HeldSample, IntArray, Sample
+from megatron_opd.rollout.beside import Whole, here
 from megatron_opd.rollout.hint_meter import ATOMS, DRAWS, HintProbe
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.weight_sync.live import LiveVersion
 from sglang_bridge.errors import ServerRefused
 from sglang_bridge.protocol import ScoreReply, ScoreRequest
 from tests.support.config_files import minimal
-from tests.support.fakes import make_sample
+from tests.support.fakes import held_rollout, make_sample
 from tests.support.selections import select
 
 VOCABULARY = 40
@@ -96,7 +98,10 @@ def batch(*samples: Sample, update: int = 0) -> Batch:
 
 
 def make_probe(
-    teacher: Teacher, versions: dict[str, LiveVersion] | None = None, **metrics: int
+    teacher: Teacher,
+    versions: dict[str, LiveVersion] | None = None,
+    whole: Whole = here,
+    **metrics: int,
 ) -> HintProbe:
     config = minimal(
         metrics={"leak_every": 2, "leak_samples": 3} | metrics,
@@ -104,7 +109,7 @@ def make_probe(
         scoring={"temperature": 2.0},
         run={"seed": 5},
     )
-    return HintProbe(config, {"teacher": teacher}, SWAP, VOCABULARY, versions or {})
+    return HintProbe(config, {"teacher": teacher}, SWAP, VOCABULARY, versions or {}, whole)
 
 
 def test_a_response_is_scored_behind_three_prompts_at_the_same_ids():
@@ -167,6 +172,26 @@ def test_a_response_that_is_not_answered_is_left_out(caplog: pytest.LogCaptureFi
     assert "too long" in told
     run_virtual(probe.measured(batch(*samples)))
     assert len(caplog.records) == 1
+
+
+def test_what_a_data_worker_holds_is_fetched_or_left_out(caplog: pytest.LogCaptureFixture):
+    samples = {str(uid): hinted(uid, uid) for uid in range(2)}
+    held = [
+        HeldSample(held_rollout(sample.rollout, key, sample.cache), sample.scores(VOCABULARY))
+        for key, sample in samples.items()
+    ]
+
+    async def whole(found: AnySample) -> Sample:
+        assert isinstance(found, HeldSample)
+        if found.rollout.key == "1":
+            raise SamplesLost("data worker 0 is gone")
+        return samples[found.rollout.key]
+
+    teacher = Teacher(answer)
+    probe = make_probe(teacher, whole=whole)
+    found = run_virtual(probe.measured(Batch(0, 0, tuple(held))))
+    assert (found["leak_responses"], len(teacher.asked)) == (1, 3)
+    assert "data worker 0 is gone" in caplog.text
 
 
 def test_style_is_told_once_until_it_is_over(caplog: pytest.LogCaptureFixture):
