@@ -8,6 +8,7 @@ import pytest
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
+from megatron_opd.cli.main import main
 from megatron_opd.config.load import load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.config.sft import SftConfig
@@ -108,3 +109,25 @@ def test_configurations_read_what_is_there(made):
     assert run.metrics.leak_every
     columns = set(rows_of(EXAMPLE / "train.jsonl")[0])
     assert {run.data.teacher_prompt_key, run.data.prompt_key, run.data.answer_key} <= columns
+
+
+def test_it_passes_the_check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.chdir(ROOT)
+    assert main(["check", "examples/hints/hints.yaml"]) == 0
+    said = capsys.readouterr().out
+    assert "teachers that follow the student" in said
+    assert "its teacher's" in said
+
+
+def test_a_column_whose_hints_cannot_be_exchanged_is_refused(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(ROOT)
+    rows = [row | {"solution": "think\n"} for row in rows_of(EXAMPLE / "train.jsonl")[:64]]
+    file = tmp_path / "train.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    given = ["--set", f"data.train={file}"]
+    assert main(["check", "examples/hints/hints.yaml", *given]) == 2
+    said = capsys.readouterr().err
+    assert "metrics.leak_every: 16 of the first 16 hints" in said
+    assert "solution does not hold the row's prompt word for word" in " ".join(said.split())
