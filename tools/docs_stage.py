@@ -51,6 +51,7 @@ NAVIGATION = {
         "weight_sync",
         "teachers",
         "tokenizers",
+        "hints",
         "scorer",
         "recovery",
         "fleet",

@@ -37,7 +37,8 @@ TITLES: dict[Group, tuple[str, str]] = {
     ),
     "teacher": (
         "The teacher",
-        "`health_*` are there every `metrics.health_every` updates; the others, with several "
+        "`health_*` are there every `metrics.health_every` updates, `leak_*` every "
+        "`metrics.leak_every`; the others, with several "
         "teachers, also as `COLUMN/NAME` of each.",
     ),
     "perf": ("Time and memory", "Where time goes, and how full the pipeline is."),

@@ -67,6 +67,13 @@ class MetricsConfig(Section):
     health_top_k: Annotated[int, Field(ge=1, le=1024)] = 16
     """Likeliest ids of student and teacher that are compared at each token (K). Raising it costs
     little, and makes overlap a weaker statement about the ids that matter."""
+    leak_every: NonNegativeInt = 0
+    """Number of updates between measurements of how much of what hints change is the hint, and how
+    much any hint (the leak_* columns, docs/hints.md), beside the run; 0: never. Needs
+    data.teacher_prompt_key. Each asks teachers to score leak_samples responses three times more."""
+    leak_samples: PositiveInt = 8
+    """Rows of a batch that are measured, a response of each. Raising it narrows the error of the
+    figures and costs as many scores more."""
     trace: bool = True
     """Writes a time line for Perfetto (trace.json) into the run directory."""
     progress: bool = True

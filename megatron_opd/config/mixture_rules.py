@@ -72,4 +72,9 @@ def _beside(config: ConfigTree) -> str | None:
             "metrics.health_every must be 0 with scoring.mixture, because it asks one teacher for "
             f"its likeliest ids, got {config.metrics.health_every}"
         )
+    if several and config.metrics.leak_every:
+        return (
+            "metrics.leak_every must be 0 with scoring.mixture, because it asks one teacher for "
+            f"its likeliest ids, got {config.metrics.leak_every}"
+        )
     return None

@@ -58,6 +58,7 @@ def _beside(config: ConfigTree) -> list[tuple[str, Any, Any, str]]:
         ("evaluation.problems", config.evaluation.problems, 0, f"{no_servers}; use opd eval"),
         ("evaluation.servers", config.evaluation.servers, 0, no_servers),
         ("metrics.health_every", config.metrics.health_every, 0, no_servers),
+        ("metrics.leak_every", config.metrics.leak_every, 0, no_servers),
         (
             "simulation.failures",
             config.simulation.failures,

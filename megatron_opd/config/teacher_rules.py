@@ -75,4 +75,30 @@ def _own_reading(config: ConfigTree) -> str | None:
     return None
 
 
-TEACHER_RULES: tuple[Callable[[ConfigTree], str | None], ...] = (_teacher_prompt, _own_reading)
+def _leak(config: ConfigTree) -> str | None:
+    every = config.metrics.leak_every
+    if every == 0:
+        return None
+    if config.data.teacher_prompt_key is None:
+        return (
+            "metrics.leak_every needs data.teacher_prompt_key, the column whose hints it measures, "
+            f"got {every} without it; set it or leave this out"
+        )
+    for name, section in config.all_teachers.items():
+        if section.own_reading:
+            key = f"{key_of_teacher(name)}.{next(iter(section.own_reading))}"
+            return (
+                f"metrics.leak_every must be 0 with {key}, which changes more than hints do, got "
+                f"{every}; leave one of them out"
+            )
+        if config.schedule.time_shared and section.source.student_share is not None:
+            return (
+                f"metrics.leak_every must be 0 with schedule.time_shared and "
+                f"{key_of_teacher(name)}.source.share, where the servers that score have no memory "
+                f"while the learner works, got {every}"
+            )
+    return None
+
+
+Rule = Callable[[ConfigTree], str | None]
+TEACHER_RULES: tuple[Rule, ...] = (_teacher_prompt, _own_reading, _leak)

@@ -175,9 +175,9 @@ class RowTally:
     watched: texts to look for among its prompts.
 
     rows: how many were judged. longest: tokens of the longest prompt, skipped ones included; 0
-    where nothing was tokenised. unhinted: rows without a prompt of the teacher's own. unseen:
-    columns that rows may lack and that no row has. marked: by
-    kind of mark, how many prompts have it and the first, located. met: the watched texts that it
+    where nothing was tokenised. unhinted: rows without a prompt of the teacher's own, the first of
+    which is unhinted_at. unseen: columns that rows may lack and that no row has. marked: by kind of
+    mark, how many prompts have it and the first, located. met: the watched texts that it
     has. asked: what teachers read of the first prompts.
     """
 
@@ -188,6 +188,7 @@ class RowTally:
         self.unseen |= {*columns.passed_on}
         self.unseen |= set() if columns.teacher_prompt is None else {columns.teacher_prompt}
         self.rows, self.longest, self.unhinted, self._largest = 0, 0, 0, 0
+        self.unhinted_at = ""
         self.marked: dict[str, tuple[int, str]] = {}
         self.met, self.asked = set[str](), list[AskedPrompt]()
         self._faults: tuple[dict[str, tuple[int, str]], ...] = ({}, {}, {})
@@ -205,7 +206,9 @@ class RowTally:
             known = record.get(PASSED_ON, {}) | record
             self.unseen -= {key for key in self.unseen if known[key] not in (None, ())}
             own = self._rules.columns.teacher_prompt
-            self.unhinted += own is not None and row.fault is None and record[own] is None
+            if own is not None and row.fault is None and record[own] is None:
+                self.unhinted += 1
+                self.unhinted_at = self.unhinted_at or row.where
             if row.fault is None and len(row.ids_P) and len(self.asked) < ASKED:
                 self.asked.append(self._asked(row, record))
             if self._watched and row.fault is None:

@@ -37,6 +37,7 @@ from megatron_opd.inputs.environments import (
     turn_encoder,
     user_part,
 )
+from megatron_opd.inputs.hints import make_swap, swap_notes
 from megatron_opd.inputs.kept_data import Begun, Shape
 from megatron_opd.inputs.model_facts import trust_note
 from megatron_opd.inputs.models import (
@@ -186,6 +187,7 @@ def read_inputs(
         *drawn_notes(train),
         *(unseen_keys(config, train) if train else ()),
         *unhinted_notes(config, train),
+        *swap_notes(config, models.tokenizer, train),
         *skipped_lines(every),
         *changed_data,
         *lasting(config, train, shape),
@@ -391,6 +393,7 @@ def prepare(
         judge=inputs.judge,
         decode=make_decode(tokenizer),
         encode=make_encode(tokenizer),
+        hints=make_swap(tokenizer),
         probes={name: probes_of(every, name) for name in teacher_roles(config)},
         ends=inputs.checked.ends,
         ending=ending_of(config, inputs.checked),

@@ -10,6 +10,7 @@ from megatron_opd.config.roles import Role
 from megatron_opd.controller.snapshot import NOTHING_YET, ControllerState
 from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.data.end_tokens import Ending, EndTokens
+from megatron_opd.data.hint_swap import HintSwap
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.response_text import Encode
@@ -31,14 +32,15 @@ class Prepared:
 
     vocab_sizes: ids of every role's model; a teacher may have more than the student. heldout:
     evaluation problems by set, empty when there is no evaluation. judge: None when the task has no
-    verifier. decode: turns token ids into text. encode: cuts text into the student's ids. probes:
-    training prompts by teacher, to look at its scores before the run. ends: the ids that end a
-    response of every role's model. ending: what ends a response of the run, besides its row's own
-    strings. turns: encodes what an environment says; None without one. readers: of teachers that
-    read that otherwise, by name. first: training prompts, the first ones. user: how a teacher plays
-    the user; None where none does. other: of a teacher with a tokenizer of its own. template: what
-    chats are rendered with. train: the files that prompts are drawn from. notes: for the terminal.
-    shape: of the training files. state: what the controller continues from.
+    verifier. decode: turns token ids into text. encode: cuts text into the student's ids. hints:
+    makes prompts of teachers with the hints of other rows. probes: training prompts by teacher, to
+    look at its scores before the run. ends: the ids that end a response of every role's model.
+    ending: what ends a response of the run, besides its row's own strings. turns: encodes what an
+    environment says; None without one. readers: of teachers that read that otherwise, by name.
+    first: training prompts, the first ones. user: how a teacher plays the user; None where none
+    does. other: of a teacher with a tokenizer of its own. template: what chats are rendered with.
+    train: the files that prompts are drawn from. notes: for the terminal. shape: of the training
+    files. state: what the controller continues from.
     """
 
     student: ModelFacts
@@ -49,6 +51,7 @@ class Prepared:
     judge: Judge | None
     decode: Decode
     encode: Encode
+    hints: HintSwap
     probes: Mapping[str, tuple[Prompt, ...]]
     ends: Mapping[Role, EndTokens]
     ending: Ending

@@ -247,8 +247,8 @@ def unhinted_notes(config: Config, train: Sequence[PromptSet]) -> list[str]:
     key = config.data.teacher_prompt_key
     return [
         f"data.teacher_prompt_key: {each.tally.unhinted} of {each.tally.rows} rows of {each.path} "
-        f"have no {key!r}: their teacher reads the student's prompt; to leave them out set "
-        "data.without_teacher_prompt to skip"
+        f"have no {key!r}, first {each.tally.unhinted_at}: their teacher reads the student's "
+        "prompt; to leave them out set data.without_teacher_prompt to skip"
         for each in train
         if each.tally.unhinted
     ]

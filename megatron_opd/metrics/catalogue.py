@@ -17,7 +17,7 @@ from megatron_opd.metrics.dictionary.perf import PERF
 from megatron_opd.metrics.dictionary.rollout import ROLLOUT
 from megatron_opd.metrics.dictionary.selection import SELECTION
 from megatron_opd.metrics.dictionary.sites import SITES
-from megatron_opd.metrics.dictionary.teacher import HEALTH, TEACHER
+from megatron_opd.metrics.dictionary.teacher import HEALTH, LEAK, TEACHER
 from megatron_opd.metrics.dictionary.turns import TURNS
 from megatron_opd.metrics.dictionary.weight_sync import WEIGHT_SYNC
 from megatron_opd.metrics.metric import Metric
@@ -27,7 +27,7 @@ Group = Literal["train", "rollout", "teacher", "perf", "weight_sync", "eval"]
 BY_GROUP: Mapping[Group, tuple[Mapping[str, Metric], ...]] = {
     "train": (LEARNER, MISMATCH),
     "rollout": (ROLLOUT, TURNS, SELECTION, SITES),
-    "teacher": (TEACHER, HEALTH),
+    "teacher": (TEACHER, HEALTH, LEAK),
     "perf": (PERF,),
     "weight_sync": (WEIGHT_SYNC,),
     "eval": (EVALUATION,),

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_opd.metrics.opd_health import PREFIX
+from megatron_opd.metrics import hint_leak, opd_health
 
 Row = Mapping[str, Any]
 
@@ -28,15 +28,17 @@ _OF_THE_MACHINE = {
     "servers",  # who sampled what depends on who was free
     "turn_cached_fraction",  # on who sampled the turn before, and whether it still has the keys
 }
+_BESIDE = (opd_health.PREFIX, hint_leak.PREFIX)
 _SECONDS = re.compile(r"_s(_mean|_max)?$")
 
 
 def is_of_time(column: str) -> bool:
     """Return whether a column tells how fast a run was rather than what it learnt.
 
-    Health is measured beside the run: which row it is in, and of which weights, depends on time.
+    Health and hints are measured beside the run: in which row they are, and of which weights,
+    depends on time.
     """
-    of_the_machine = column in _OF_THE_MACHINE or column.startswith(PREFIX)
+    of_the_machine = column in _OF_THE_MACHINE or column.startswith(_BESIDE)
     return of_the_machine or _SECONDS.search(column) is not None
 
 

@@ -51,7 +51,7 @@ class Earlier:
 
 
 class Probe(Protocol):
-    """Measures batches beside the run (rollout/teacher_health.py)."""
+    """Measures batches beside the run (rollout/beside.py)."""
 
     def start(self, batch: Batch) -> None:
         """Begin to measure a batch, if it is its turn."""
@@ -77,7 +77,7 @@ class RunRecorder(RunObserver):
         teacher_watch: looks at the scores of every batch; None where no teacher is read.
         signal: tells the user when updates teach nothing, if given.
         more_columns: of a row that is written, if given.
-        probe: measures some batches, if given; its columns are in the row that is written next.
+        probes: measure some batches; their columns are in the row that is written next.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RunRecorder(RunObserver):
         teacher_watch: TeacherWatch | None = None,
         signal: SignalWatch | None = None,
         more_columns: Callable[[], Mapping[str, Any]] | None = None,
-        probe: Probe | None = None,
+        probes: Sequence[Probe] = (),
     ) -> None:
         self.totals = totals
         self._more_columns = more_columns
@@ -98,7 +98,7 @@ class RunRecorder(RunObserver):
         self._earlier = earlier
         self.started_s = clock() - earlier.elapsed_s
         self._signal, self._sinks, self._clock = signal, tuple(sinks), clock
-        self._teacher_watch, self._probe = teacher_watch, probe
+        self._teacher_watch, self._probes = teacher_watch, tuple(probes)
         self.depths = Depths(0, 0, 0, 0, 0)
         self.updates = self.version = earlier.updates
         """Updates whose rows are written, and the version that is live."""
@@ -226,9 +226,9 @@ class RunRecorder(RunObserver):
             **columns,
         }
         self._sampled_rewards = []
-        if self._probe is not None:
-            self._rows[batch.update] |= self._probe.columns()
-            self._probe.start(batch)
+        for probe in self._probes:
+            self._rows[batch.update] |= probe.columns()
+            probe.start(batch)
         self._write_row(batch.update)
 
     def evaluated(self, row: Mapping[str, Any]) -> None:
@@ -244,8 +244,8 @@ class RunRecorder(RunObserver):
     def ended(self, accounting: Accounting, now_s: float) -> None:
         """Keep the accounting and write the unfinished rows of an interruption."""
         self.accounting = accounting
-        if self._probe is not None:
-            self._probe.stop()
+        for probe in self._probes:
+            probe.stop()
         for update in sorted(self._rows):
             self._write_row(update)
 

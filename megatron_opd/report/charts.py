@@ -127,6 +127,16 @@ TEACHER = (
     Chart("Advantage on the overlap", ("health_overlap_advantage",)),
     Chart("Tokens that carry 80 % of the loss", ("health_loss_tokens_80",)),
     Chart("Divergence at the end of answers", ("health_eos_kl_nats",)),
+    Chart(
+        "Hint's share of what hints change",
+        ("leak_hint_share",),
+        "1: the hint of another row teaches nothing of it. 0: it teaches the same, such as style.",
+    ),
+    Chart(
+        "What hints change",
+        ("leak_right_nats", "leak_wrong_nats"),
+        "KL of the teacher without a hint from the teacher with the row's, and with another row's.",
+    ),
 )
 TURNS = (
     Chart("Turns of a trajectory", ("turns_mean",)),

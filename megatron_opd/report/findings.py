@@ -21,6 +21,7 @@ RULES: tuple[Rule, ...] = (
     rules_speed.idle,
     rules_learning.trends,
     rules_learning.truncated,
+    rules_learning.hints,
     rules_speed.syncing,
     rules_run.dropped,
     rules_run.servers,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from megatron_opd.metrics.hint_leak import PREFIX, leak_problem
 from megatron_opd.report.facts import FEW_UPDATES, Facts, Finding
 from megatron_opd.report.figures import ends
 from megatron_opd.report.ranges import outside
@@ -87,6 +88,10 @@ def trends(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else float(value)
+
+
 def _lowest(values: DoubleArray) -> float:
     """Return the lowest mean of any tenth of a column, NaN if it is short."""
     if len(values) < FEW_UPDATES:
@@ -104,6 +109,24 @@ def truncated(facts: Facts) -> Iterator[Finding]:
             "warning",
             f"{cut / samples:.0%} of the responses trained on were cut at the length limit",
             f"raise {facts.key('rollout.max_new_tokens')}, or look at what the student repeats",
+        )
+
+
+def hints(facts: Facts) -> Iterator[Finding]:
+    """Find that most measurements of hints say what the terminal warns of."""
+    table = facts.run.table
+    if not table.has(f"{PREFIX}update"):
+        return
+    columns = {name: each for name, each in table.columns.items() if name.startswith(PREFIX)}
+    measured = np.flatnonzero(np.isfinite(columns[f"{PREFIX}update"]))
+    rows = [{name: _number(each[row]) for name, each in columns.items()} for row in measured]
+    told = [problem for row in rows if (problem := leak_problem(row)) is not None]
+    if 2 * len(told) > len(rows):
+        yield Finding(
+            "warning",
+            told[-1],
+            f"look at what the teacher reads ({facts.key('data.teacher_prompt_key')}), give it "
+            "solutions with their working, or leave hints out",
         )
 
 

@@ -1,49 +1,35 @@
 """Asks student and teacher about a few responses of a batch, beside the run (metrics.health_every).
 
-Nothing waits for the answers: they become columns of the next row that is written after them. The
-student's servers answer with the weights that they have then. A request that fails is not repeated,
-and costs the figures of one batch. What a mixture of teachers scores is left out: none of them
-knows its likeliest ids.
+The student's servers answer with the weights that they have then. What a mixture of teachers scores
+is left out: none of them knows its likeliest ids.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import uuid
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import Literal
 
 import numpy as np
 
-from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.config.roles import STUDENT, Role, answering
 from megatron_opd.config.schema import Config
 from megatron_opd.metrics.opd_health import PREFIX, ScoredSelection, measure
 from megatron_opd.records.seeds import HEALTH, derived_seed
 from megatron_opd.records.sequences import rollouts_by_sequence
-from megatron_opd.records.types import AnySample, Batch, IntArray, Rollout, Sample, sample_here
+from megatron_opd.records.types import Batch, IntArray, Rollout
+from megatron_opd.rollout.beside import BesideProbe, Columns, Whole, here
 from megatron_opd.rollout.scorer import ScoreFleet
-from sglang_bridge.errors import BadReply, BridgeError
+from sglang_bridge.errors import BadReply
 from sglang_bridge.protocol import OffsetArray, ScoreRequest, Selection
-
-logger = logging.getLogger(__name__)
 
 DRAWS = 16
 """Draws from what the likeliest ids leave, for both entropies: without them they would be those of
 the likeliest ids alone."""
 
 
-Whole = Callable[[AnySample], Awaitable[Sample]]
-
-
-async def here(sample: AnySample) -> Sample:
-    """Return a sample whose arrays are in this process."""
-    return sample_here(sample)
-
-
-class HealthProbe:
+class HealthProbe(BesideProbe):
     """Measures every so many updates how student and teacher agree on some of a batch.
 
     Args:
@@ -62,57 +48,22 @@ class HealthProbe:
         end_ids: frozenset[int],
         whole: Whole = here,
     ) -> None:
+        super().__init__("its health", PREFIX, config.metrics.health_every)
         self._config, self._end_ids, self._whole = config, end_ids, whole
         self._student = fleets[STUDENT]
         self._teachers = {name: fleets[role] for name, role in answering(config).items()}
         self._top_k = min(config.metrics.health_top_k, vocab_size)
-        self._run_id = uuid.uuid4().hex[:8]
-        self._task: asyncio.Task[dict[str, float | int | None]] | None = None
-        self._warned = False
 
-    def start(self, batch: Batch) -> None:
-        """Begin to measure a batch if it is its turn and the one before is done."""
-        if self._task is None and batch.update % self._config.metrics.health_every == 0:
-            self._task = asyncio.get_running_loop().create_task(
-                self._columns(batch), name="teacher health"
-            )
-
-    def columns(self) -> Mapping[str, float | int | None]:
-        """Return the figures that have come since the last call; nothing while there are none."""
-        if self._task is None or not self._task.done():
+    async def measured(self, batch: Batch) -> Columns:
+        """Return the figures of the first responses of a batch. Raises BridgeError, SamplesLost."""
+        alone = (sample for sample in batch.samples if not sample.rollout.prompt.mixture)
+        first = tuple(islice(alone, self._config.metrics.health_samples))
+        if not first:
             return {}
-        task, self._task = self._task, None
-        return task.result()
-
-    def stop(self) -> None:
-        """Give up what is under way."""
-        if self._task is not None:
-            self._task.cancel()
-            self._task = None
-
-    async def _columns(self, batch: Batch) -> dict[str, float | int | None]:
-        clock = asyncio.get_running_loop().time
-        began_s = clock()
-        try:
-            alone = (sample for sample in batch.samples if not sample.rollout.prompt.mixture)
-            first = tuple(islice(alone, self._config.metrics.health_samples))
-            if not first:
-                return {}
-            chosen = [await self._whole(sample) for sample in first]
-            rollouts = [r for sample in chosen for r in rollouts_by_sequence(sample.rollout)]
-            responses = await asyncio.gather(*map(self.score, rollouts))
-        except (BridgeError, SamplesLost) as error:
-            if not self._warned:
-                self._warned = True
-                logger.warning(
-                    "update %d: its health was not measured (%s); more of this kind are not told",
-                    batch.update,
-                    error,
-                )
-            return {}
-        figures = measure(responses, self._top_k, self._end_ids)
-        about = {f"{PREFIX}update": batch.update, f"{PREFIX}s": clock() - began_s}
-        return figures.columns() | about
+        chosen = [await self._whole(sample) for sample in first]
+        rollouts = [r for sample in chosen for r in rollouts_by_sequence(sample.rollout)]
+        responses = await asyncio.gather(*map(self.score, rollouts))
+        return measure(responses, self._top_k, self._end_ids).columns()
 
     async def score(self, rollout: Rollout) -> ScoredSelection:
         """Return what the student, and then its teacher, say of one sequence. BridgeError."""

@@ -34,7 +34,7 @@ from megatron_opd.inputs.teachers import make_teacher_watch
 from megatron_opd.metrics.live_display import LiveDisplay
 from megatron_opd.metrics.observers import Observers, RunObserver
 from megatron_opd.metrics.persist import dump_totals, restore_totals
-from megatron_opd.metrics.recorder import Earlier, RunRecorder
+from megatron_opd.metrics.recorder import Earlier, Probe, RunRecorder
 from megatron_opd.metrics.rollouts import RolloutRecord
 from megatron_opd.metrics.signal import SignalWatch
 from megatron_opd.metrics.summary import summarise
@@ -42,7 +42,9 @@ from megatron_opd.metrics.timeline import Timeline
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.trace import TraceWriter
 from megatron_opd.records.types import ALONE
-from megatron_opd.rollout.teacher_health import HealthProbe, here
+from megatron_opd.rollout.beside import here
+from megatron_opd.rollout.hint_meter import HintProbe
+from megatron_opd.rollout.teacher_health import HealthProbe
 from megatron_opd.run.batch_learner import BatchLearner
 from megatron_opd.run.checkpoints import Checkpoints
 from megatron_opd.run.evaluations import (
@@ -277,18 +279,22 @@ def _make_recorder(
             reads_groups=config.estimator.reads_groups, patience=config.metrics.signal_patience
         ),
         more_columns=more_columns,
-        probe=_make_health_probe(ready, up),
+        probes=_make_probes(ready, up),
     )
 
 
-def _make_health_probe(ready: Ready, up: Up) -> HealthProbe | None:
-    """Make what measures how student and teacher agree, if metrics.health_every asks for it."""
+def _make_probes(ready: Ready, up: Up) -> list[Probe]:
+    """Make what measures some batches beside the run, as metrics asks for it."""
     config, prepared = ready.config, ready.prepared
-    if not config.metrics.health_every:
-        return None
-    end_ids, vocab_size = frozenset(prepared.ending.token_ids), prepared.student.vocab_size
-    whole = here if up.pool is None else up.pool.sample
-    return HealthProbe(config, up.fleets, vocab_size, end_ids, whole)
+    vocab_size, whole = prepared.student.vocab_size, here if up.pool is None else up.pool.sample
+    probes: list[Probe] = []
+    if config.metrics.health_every:
+        end_ids = frozenset(prepared.ending.token_ids)
+        probes.append(HealthProbe(config, up.fleets, vocab_size, end_ids, whole))
+    if config.metrics.leak_every:
+        versions = up.sampling.teacher_versions()
+        probes.append(HintProbe(config, up.fleets, prepared.hints, vocab_size, versions, whole))
+    return probes
 
 
 def _extras(

@@ -28,6 +28,7 @@ from megatron_opd.rollout.trajectories import TrajectoryGenerator
 from megatron_opd.run.stages import Ready
 from megatron_opd.transport.remote_learner import WeightsOfRole
 from megatron_opd.weight_sync.following import FollowedSync, Follower, as_students
+from megatron_opd.weight_sync.live import LiveVersion
 from megatron_opd.weight_sync.memory import MemoryTurns
 from megatron_opd.weight_sync.session import Lose, WeightSync
 from megatron_opd.weight_sync.transport import transport_kind
@@ -69,6 +70,11 @@ class OwnServers:
         }
         self.weights, self._live = FollowedSync(sync, self._followers), sync.live
 
+    def teacher_versions(self) -> Mapping[Role, LiveVersion]:
+        """Return the versions of what scores and changes, the student's own servers included."""
+        theirs = {role: each.sync.live for role, each in self._followers.items()}
+        return {STUDENT: self._live, **theirs}
+
     async def open(self, guard: Guard, supervisor: Supervisor) -> None:
         """Connect the learner and the servers. Raises WeightSyncFailed."""
         self._opened = True
@@ -90,9 +96,7 @@ class OwnServers:
             score = scored_by_workers(pool, sizes)
         ends = prepared.ending.token_ids
         sampler = RolloutGenerator(config, fleets[STUDENT], vocab_size, run_id, ends, sample)
-        versions: dict[Role, ChangingWeights] = {
-            role: each.sync.live for role, each in self._followers.items()
-        }
+        versions: dict[Role, ChangingWeights] = dict(self.teacher_versions())
         share = student_share(config)
         if share is not None:
             student = fleets[STUDENT]

@@ -39,6 +39,7 @@ from megatron_opd.run.directory import OwnedDirectory
 from megatron_opd.run.resume import Resumption
 from megatron_opd.run.summary import RunSummary
 from megatron_opd.transport.remote_learner import Admission, RemoteLearner
+from megatron_opd.weight_sync.live import LiveVersion
 from sglang_bridge.fleet import Fleet
 
 
@@ -113,6 +114,10 @@ class SampleSource(Protocol):
     @property
     def resumed(self) -> ResumeCounts:
         """Returns how many trajectories went on after an interruption."""
+        ...
+
+    def teacher_versions(self) -> Mapping[Role, LiveVersion]:
+        """Return the versions of the servers that score and whose weights the learner sends."""
         ...
 
     async def open(self, guard: Guard, supervisor: Supervisor) -> None:

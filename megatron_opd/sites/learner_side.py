@@ -27,6 +27,7 @@ from megatron_opd.sites.keys import site_keys
 from megatron_opd.sites.settings import DispatchSettings, HubSettings
 from megatron_opd.sites.versions import SiteVersions
 from megatron_opd.transport.remote_learner import RemoteLearner
+from megatron_opd.weight_sync.live import LiveVersion
 from megatron_opd.wire.link.ends import LinkServer
 from sglang_bridge.fleet import Fleet
 
@@ -90,6 +91,10 @@ class SitesOfRun:
         )
         self.weights = SiteVersions(remote.move_weights, config, self.hub.versions)
         say(f"sites connect to {address}; their keys are in {config.run.dir}/sites")
+
+    def teacher_versions(self) -> Mapping[Role, LiveVersion]:
+        """Return nothing: no teacher of sites follows the student."""
+        return {}
 
     async def open(self, guard: Guard, supervisor: Supervisor) -> None:
         """Make the directory of versions ready, and serve the sites."""

@@ -65,6 +65,38 @@ HEALTH = {
 }
 """Figures of a few responses of every metrics.health_every updates (metrics/opd_health.py)."""
 
+LEAK = {
+    "leak_hint_share": Metric(
+        "share",
+        "Share of what hints change about the teacher that is the hint of the row, and not what "
+        "the hint of any other row changes as well (docs/hints.md). Null: they change less than "
+        "0.0001 nats a token.",
+        action="below 0.2 by more than its error: the hint of another row teaches as much as the "
+        "right one, hints teach style; look at what the teacher reads, give it solutions with "
+        "their working, or leave hints out",
+    ),
+    "leak_hint_share_error": Metric(
+        "share", "Its standard error over the responses; null of one response."
+    ),
+    "leak_right_nats": Metric(
+        "nats a token",
+        "KL of the teacher without a hint from the teacher with the row's hint, at the student's "
+        "responses: what hints change at all.",
+    ),
+    "leak_wrong_nats": Metric("nats a token", "The same of the hint of another row."),
+    "leak_responses": Metric("responses", "Responses that these figures are of, each of a row."),
+    "leak_tokens": Metric("tokens", "Tokens of these responses."),
+    "leak_scored_tokens": Metric(
+        "tokens",
+        "Tokens that teachers read for these figures, prompts included: what they cost.",
+    ),
+    "leak_update": Metric(
+        "", "Update whose batch was measured; the row is the next one written after the answers."
+    ),
+    "leak_s": Metric("s", "Time that the answers took, beside the run."),
+}
+"""Figures of a few hints of every metrics.leak_every updates (metrics/hint_leak.py)."""
+
 TEACHER = {
     "samples_without_teacher": Metric(
         "samples",

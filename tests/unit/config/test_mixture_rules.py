@@ -38,6 +38,13 @@ def test_mixtures_that_are_accepted():
         ({"metrics": {"health_every": 5}}, ["metrics.health_every must be 0", "got 5"]),
         (
             {
+                "metrics": {"leak_every": 5},
+                "data": {"train": "t.jsonl", "teacher_prompt_key": "hint"},
+            },
+            ["metrics.leak_every must be 0 with scoring.mixture", "got 5"],
+        ),
+        (
+            {
                 "teachers": {},
                 "mixture": {"math": 1.0},
                 "objective": {"type": "grpo"},

@@ -110,6 +110,16 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["data.teacher_prompt_key=hint"],
     ),
     (
+        ["metrics.leak_every=5"],
+        ["metrics.leak_every needs data.teacher_prompt_key", "got 5", "leave this out"],
+        ["data.teacher_prompt_key=hint"],
+    ),
+    (
+        ["metrics.leak_every=5", "data.teacher_prompt_key=hint", "teacher.chat_template=true"],
+        ["metrics.leak_every must be 0 with teacher.", "got 5", "leave one of them out"],
+        ["metrics.leak_every=0"],
+    ),
+    (
         ["objective.type=grpo", "rollout.group_size=2", "teacher.chat_template=true"],
         ["teacher.chat_template", "grpo", "True", "leave it null"],
         ["teacher.chat_template=null"],

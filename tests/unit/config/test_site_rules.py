@@ -53,6 +53,10 @@ REFUSED = [
     ({"cluster.fleet_file": "fleet.yaml"}, "cluster.fleet_file must be null"),
     ({"evaluation.problems": 8}, "evaluation.problems must be 0"),
     ({"metrics.health_every": 4}, "metrics.health_every must be 0"),
+    (
+        {"metrics.leak_every": 4, "data.teacher_prompt_key": "hint"},
+        "metrics.leak_every must be 0",
+    ),
     ({"cluster.type": "slurm"}, "cluster.type must be local or external"),
     ({"sites.host": "0.0.0.0"}, "sites.host must be an address"),
     ({"sites.members": {"learner": {}}}, "must not have the name 'learner'"),

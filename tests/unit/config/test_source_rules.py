@@ -151,6 +151,15 @@ def test_a_teacher_with_a_share_has_no_servers(changes: dict[str, Any], said: st
     assert "got " in error["msg"]
 
 
+def test_hints_are_not_measured_by_servers_that_sleep_while_the_learner_works():
+    hinted = {"metrics": {"leak_every": 5}, "data": {"teacher_prompt_key": "hint"}}
+    asleep = {"schedule": {"type": "sync", "time_shared": True}}
+    assert Config.model_validate(tree(SHARED, **hinted))
+    assert Config.model_validate(tree(None, **hinted, **asleep))
+    with pytest.raises(ValidationError, match=r"leak_every must be 0 with .*share.* got 5"):
+        Config.model_validate(tree(SHARED, **hinted, **asleep))
+
+
 @pytest.mark.parametrize("share", [0, 1, -0.5, 2])
 def test_a_share_lies_between_0_and_1(share: float):
     with pytest.raises(ValidationError, match=r"teacher\.source\.student\.share"):

@@ -6,6 +6,8 @@ from megatron_opd.data.prompt_rules import PromptRules, TeacherReading
 from megatron_opd.data.records import Columns
 from megatron_opd.data.render import Rendering
 from megatron_opd.data.tokenizer import build_tokenizer
+from megatron_opd.inputs.prompts import unhinted_notes
+from tests.support.config_files import minimal
 from tests.support.prompt_files import chatty, load_rows, turn
 
 HINTED = {"columns": Columns(chats=("prompt",), teacher_prompt="hint"), "max_teacher_tokens": 40}
@@ -38,6 +40,11 @@ def test_a_teacher_reads_a_prompt_of_its_own(tmp_path):
     assert found.tally.skipped == {"wrong_type": 1, "bad_chat": 1, "teacher_too_long": 1}
     assert "the teacher's prompt has 47 tokens, the limit is 40" in found.tally.skipped_line
     assert (found.tally.unhinted, found.tally.unseen) == (2, set())
+    assert found.tally.unhinted_at.endswith(":3")
+    config = minimal(data={"train": "t.jsonl", "teacher_prompt_key": "hint"})
+    (line,) = unhinted_notes(config, [found])
+    assert "2 of 7 rows of" in line
+    assert f"have no 'hint', first {found.tally.unhinted_at}: their teacher reads" in line
 
 
 def test_rows_that_lack_it_are_skipped_where_that_is_asked(tmp_path):

@@ -16,6 +16,7 @@ from megatron_opd.evaluation.reports import EvaluationReport, TurnMeans
 from megatron_opd.fleet.bill import billed
 from megatron_opd.fleet.clients import make_fleet
 from megatron_opd.metrics.catalogue import BY_GROUP, GROUP_OF, METRICS, metric_of, tag_of
+from megatron_opd.metrics.hint_leak import LeakFigures
 from megatron_opd.metrics.metric import Range
 from megatron_opd.metrics.opd_health import HealthFigures
 from megatron_opd.metrics.recorder import RunRecorder
@@ -62,7 +63,10 @@ def whole_row() -> dict[str, Any]:
     totals = RunTotals(group_size=2, credit="turn")
     curriculum = CurriculumSource(Nothing(), 1, PassRateCurriculum(), seed=0)
     sites = partial(columns, {"near": SiteFigures()}, SitesNow(1, 0))
-    more = {"probe": Probe(), "more_columns": lambda: curriculum.columns() | sites() | paid()}
+    more = {
+        "probes": (Health(), Hints()),
+        "more_columns": lambda: curriculum.columns() | sites() | paid(),
+    }
     recorder = RunRecorder(totals, [sink], teacher_watch=watch, **more)
     samples = []
     for uid in range(2):
@@ -98,7 +102,7 @@ class Nothing:
         return self
 
 
-class Probe:
+class Health:
     def start(self, batch):
         pass
 
@@ -108,6 +112,11 @@ class Probe:
 
     def stop(self):
         pass
+
+
+class Hints(Health):
+    def columns(self):
+        return LeakFigures(*[1] * 7).columns() | {"leak_update": 0, "leak_s": 1.0}
 
 
 def of_updates() -> set[str]:

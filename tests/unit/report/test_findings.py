@@ -88,6 +88,22 @@ def test_a_loss_that_is_no_number_is_said(tmp_path: Path, first: int):
     assert f"no number from update {first} on" in finding.title
 
 
+@pytest.mark.parametrize(("styled", "said"), [(12, True), (7, True), (6, False), (0, False)])
+def test_hints_that_teach_style_are_said_where_most_measurements_do(
+    tmp_path: Path, styled: int, said: bool
+):
+    def leaks(update: int) -> dict[str, float]:
+        share = 0.05 if update < styled else 0.6
+        figures = {"update": update, "right_nats": 0.3, "hint_share": share}
+        return {f"leak_{name}": value for name, value in figures.items()} | {
+            "leak_hint_share_error": 0.02
+        }
+
+    titles = [each.title for each in found(written(tmp_path / "run", 12, {}, leaks))]
+    told = "the hint of another row teaches as much as the right one: 5%"
+    assert any(told in title for title in titles) is said
+
+
 def test_updates_that_teach_nothing_are_said(tmp_path: Path):
     finding = one(tmp_path, change=lambda update: {"without_signal": int(update % 4 == 0)})
     assert (finding.level, finding.title) == ("warning", "3 of 12 updates taught nothing")

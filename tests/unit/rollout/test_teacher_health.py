@@ -78,7 +78,7 @@ def recorded(probe: HealthProbe, updates: int, gap_s: float) -> list[dict]:
             pass
 
     async def run():
-        recorder = RunRecorder(RunTotals(), [Sink()], probe=probe)
+        recorder = RunRecorder(RunTotals(), [Sink()], probes=[probe])
         for update in range(updates):
             now_s = asyncio.get_running_loop().time()
             recorder.trained(batch(update), Figures(), now_s, now_s)
