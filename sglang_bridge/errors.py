@@ -50,10 +50,16 @@ class ServerUnreachable(BridgeError):
 
 
 class ServerRefused(BridgeError):
-    """Reports an answer other than 200. body: the server's explanation, on one line."""
+    """Reports an answer other than 200. body: the server's explanation, on one line.
 
-    def __init__(self, url: str, path: str, status: int, body: str) -> None:
+    retry_after_s: how long a server that is too busy asks to be left alone; None: it does not.
+    """
+
+    def __init__(
+        self, url: str, path: str, status: int, body: str, retry_after_s: float | None = None
+    ) -> None:
         self.url, self.path, self.status, self.body = url, path, status, one_line(body)
+        self.retry_after_s = retry_after_s
         super().__init__(f"{url}{path}: HTTP {status}: {self.body}")
 
 

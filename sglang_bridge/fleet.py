@@ -99,6 +99,11 @@ class Fleet:
         return tuple(member.client for member in self._members.present)
 
     @property
+    def all_clients(self) -> tuple[ServerClient, ...]:
+        """Returns the clients of all servers that ever were in it, also of those that left."""
+        return self._members.clients
+
+    @property
     def epoch(self) -> int:
         """Returns a number that changes whenever a server comes or goes."""
         return self._members.epoch

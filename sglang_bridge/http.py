@@ -14,6 +14,7 @@ import aiohttp
 import msgspec
 
 from sglang_bridge.errors import BadReply, ServerRefused, ServerUnreachable, one_line
+from sglang_bridge.retry_after import retry_after_s
 
 # Below the server's own keep-alive (600 s, or 5 s where it was started by other means), so that a
 # pooled connection is never one it is just closing.
@@ -26,6 +27,8 @@ REPLY_BYTES = 16 << 20
 # Limit on the explanation of an error status.
 EXPLANATION_BYTES = 1 << 16
 UNAUTHORIZED, FORBIDDEN = 401, 403
+# Too many requests, or none at present: what may say when to come back.
+BUSY = (429, 503)
 
 
 class HttpConnection:
@@ -132,7 +135,10 @@ class HttpConnection:
             text = f"{sent}; api_key_env names the environment variable that holds it"
         else:
             text = _explanation(await _read_some(reply))
-        return ServerRefused(self.url, path, reply.status, text)
+        again_s = None
+        if reply.status in BUSY:
+            again_s = retry_after_s(reply.headers.get("Retry-After"))
+        return ServerRefused(self.url, path, reply.status, text, again_s)
 
     def _open(self) -> aiohttp.ClientSession:
         """Returns the session, made inside the running loop on first use."""

@@ -21,6 +21,8 @@ TOO_MANY_REQUESTS, SERVER_ERROR = 429, 500
 VERDICT_S = 6.0
 """So long after a connection broke it is known whether its server is lost (a process that ended is
 seen at once, a port where nothing listens after two questions)."""
+BUSY_S = 600.0
+"""So long, over all tries of a request, a server that says when to come back is waited for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +98,31 @@ async def retried(
 
     `call` is given the number of tries before it. Raises the last error when all tries failed, and
     at once any error that `repeat` does not allow. A try whose server was taken out then or soon
-    after does not count: servers are taken out so often as they are lost, which others bound.
+    after does not count: servers are taken out so often as they are lost, which others bound. One
+    that a server answered with a time to come back at does not count either, as long as the waits
+    for such times stay within BUSY_S.
     """
     if backoff.attempts < 1:
         raise ValueError(f"attempts must be >= 1, got {backoff.attempts}")
-    wait_s = backoff.first_wait_s
+    wait_s, busy_s = backoff.first_wait_s, 0.0
     failed: list[_Failure] = []
     for earlier in itertools.count():
         try:
             return await call(earlier)
         except BridgeError as error:
-            failed.append(_Failure.of(error))
+            again_s = error.retry_after_s if isinstance(error, ServerRefused) else None
+            if again_s is None:
+                failed.append(_Failure.of(error))
+            else:
+                again_s = max(again_s, wait_s)
+                busy_s += again_s
+            if busy_s > BUSY_S:
+                raise
             if not repeat(error) or await _counted(failed, backoff.attempts) >= backoff.attempts:
                 raise
+        if again_s is not None:
+            await asyncio.sleep(again_s)
+            continue
         await asyncio.sleep(wait_s)
         wait_s = min(2 * wait_s, backoff.max_wait_s)
     raise AssertionError("unreachable")

@@ -50,6 +50,7 @@ NAVIGATION = {
         "data_path",
         "weight_sync",
         "teachers",
+        "tokenizers",
         "hints",
         "scorer",
         "recovery",

@@ -7,7 +7,10 @@ package imports from the layers before its own, and from its own where that make
 LAYERS = (
     {"errors", "records"},
     {"config"},
-    {"output", "models", "buffer", "losses", "data", "batching", "metrics", "wire", "environments"},
+    {
+        *("output", "models", "buffer", "losses", "data", "batching", "metrics", "wire"),
+        *("environments", "teacher_apis"),
+    },
     {"sizing", "transport", "checkpoint", "weight_sync", "rollout"},
     {"learner", "controller", "data_workers", "report"},
     {"inputs"},
@@ -24,6 +27,7 @@ ONLY = {
     "controller": {"records", "config", "buffer", "metrics"},
     "sizing": {"config", "models"},
     "wire": {"config"},
+    "teacher_apis": set[str](),
     "watch": {"metrics", "report"},
     "report": {"records", "config", "metrics", "checkpoint"},
     "__main__": {"cli"},
@@ -32,7 +36,7 @@ ONLY = {
 TORCH_FREE = {
     *("errors", "records", "config", "buffer", "batching", "controller", "rollout", "data"),
     *("metrics", "sizing", "launch", "fleet", "run", "sim", "report", "watch", "wire", "sites"),
-    *("evaluation", "mismatch", "environments"),
+    *("evaluation", "mismatch", "environments", "teacher_apis"),
 }
 AROUND = {
     "harness": set[str](),

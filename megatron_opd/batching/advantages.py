@@ -29,6 +29,7 @@ from megatron_opd.config.estimator import Estimator
 from megatron_opd.config.objective import RewardAdvantage
 from megatron_opd.config.objectives import Gepo
 from megatron_opd.records.columns import DoubleArray, GroupColumns
+from megatron_opd.records.imitation import is_imitated
 from megatron_opd.records.types import AnySample
 from sglang_bridge.columns import arrays_of, dtypes
 
@@ -42,28 +43,34 @@ STD_EPS = 1e-6
 def group_columns(estimator: Estimator, samples: Sequence[AnySample], group_size: int) -> Columns:
     """Compute the columns of a batch's sequences; a sample's group is its uid // group_size.
 
-    A masked sample is part of its group's statistics; its own weights are 0. Raises ValueError
-    when the estimator reads rewards and a sample that it reads one of has none. Those of turns are
-    in no column of whole sequences (batching/turn_advantages.py).
+    What the teacher wrote weighs in terms that imitate alone. A masked sample is part of its
+    group's statistics; its own weights are 0. Raises ValueError when the estimator reads rewards
+    and a sample that it reads one of has none. Those of turns are in no column of whole sequences
+    (batching/turn_advantages.py).
     """
     prompts = [sample.rollout.prompt for sample in samples]
+    share = estimator.imitated_share
+    imitated_B = np.array([is_imitated(p.uid, group_size, share) for p in prompts], np.bool_)
     reward_B = np.array([_shaped_reward(sample) for sample in samples], np.float64)
     whole = estimator.credit == "trajectory"
-    for prompt, reward in zip(prompts, reward_B, strict=True):
-        if whole and np.isnan(reward) and estimator.needs_reward(prompt.reward_weight):
+    for prompt, reward, imitated in zip(prompts, reward_B, imitated_B, strict=True):
+        reads = estimator.needs_reward(prompt.reward_weight) and not imitated
+        if whole and np.isnan(reward) and reads:
             raise ValueError(f"sample {prompt.uid} has no reward")
     sizes = [sample.rollout.sizes for sample in samples]
     sample_R = np.repeat(np.arange(len(samples)), [len(own) for own in sizes])
     logq_R = np.array([logp for s in samples for logp in s.rollout.geometric_logps])
     group_B = np.array([prompt.uid // group_size for prompt in prompts], dtype=np.int64)
     carries_B = np.array([not sample.masked for sample in samples], np.float64)
-    reward_weight_B = carries_B * [prompt.reward_weight for prompt in prompts]
-    teacher_weight_B = carries_B * [prompt.teacher_weight for prompt in prompts]
+    own_B = carries_B * ~imitated_B
+    reward_weight_B = own_B * [prompt.reward_weight for prompt in prompts]
+    teacher_weight_B = own_B * [prompt.teacher_weight for prompt in prompts]
     tokens_R = np.array([size.sampled for own in sizes for size in own], np.float64)
     return replace(
         columns_of(estimator, np.nan_to_num(reward_B, nan=0.0), logq_R, group_B, sample_R),
         reward_weight_B=reward_weight_B[sample_R],
         teacher_weight_B=teacher_weight_B[sample_R],
+        imitation_weight_B=(carries_B * imitated_B)[sample_R],
         share_B=tokens_R / np.bincount(sample_R, tokens_R)[sample_R],
     )
 
@@ -104,7 +111,7 @@ def columns_of(
 
 
 def no_groups(count: int) -> Columns:
-    """Return the columns of `count` sequences when nothing reads a reward, all of weight 1."""
+    """Return the columns of `count` sequences of the student's, of weight 1; no reward is read."""
     zeros = {name: np.zeros(count) for name in dtypes(GroupColumns)}
     ones = {name: np.ones(count) for name in ("reward_weight_B", "teacher_weight_B", "share_B")}
     return GroupColumns(**(zeros | ones))

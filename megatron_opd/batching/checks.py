@@ -41,7 +41,7 @@ def check_inputs(batch: RankInputs, *, vocab_size: int, num_experts: int) -> Non
     for name, column in arrays_of(batch, RankInputs).items():
         if column.dtype.kind == "f":
             _finite(name, column)
-    for name in ("reward_weight_B", "teacher_weight_B"):
+    for name in ("reward_weight_B", "teacher_weight_B", "imitation_weight_B"):
         _not_negative(name, getattr(batch, name))
 
 

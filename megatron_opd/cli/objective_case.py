@@ -28,7 +28,7 @@ PARTS = ("objective", "support", "correction", "reduction")
 ARRAYS = ("weight", "student_logp", "sampler_logp", "teacher_logp", "prox_logp")
 # Largest number in a case: its square is a float64, and as a count it is an int64.
 MOST = 1e12
-WEIGHTS = ("reward_weights", "teacher_weights")
+WEIGHTS = ("reward_weights", "teacher_weights", "imitation_weights")
 KEYS = (*PARTS, *ARRAYS, "offsets", "path", "lengths", "rewards", "groups", *WEIGHTS)
 
 
@@ -86,6 +86,9 @@ class _Case:
             groups,
             reward_weight_B=self._weights("reward_weights", len(lengths)),
             teacher_weight_B=self._weights("teacher_weights", len(lengths)),
+            imitation_weight_B=self._weights(
+                "imitation_weights", len(lengths), float(self._estimator.imitated_share == 1)
+            ),
         )
         prox = self._case.get("prox_logp")
         if self._estimator.applied_correction.prox and prox is None:
@@ -169,9 +172,9 @@ class _Case:
             raise self._error(f"groups must hold {responses} entries, got {len(groups)}")
         return np.asarray(groups, dtype=np.int64)
 
-    def _weights(self, key: str, responses: int) -> np.ndarray:
+    def _weights(self, key: str, responses: int, default: float = 1.0) -> np.ndarray:
         if key not in self._case:
-            return np.ones(responses)
+            return np.full(responses, default)
         weights = self._sized(key, responses)
         if min(weights, default=0.0) < 0:
             raise self._error(f"{key} must be >= 0, got {shown(self._case[key])}")

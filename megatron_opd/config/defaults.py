@@ -89,6 +89,10 @@ def left_out(config: ConfigTree) -> dict[str, Any]:
     possible = not config.student.urls and not BYPASSES.keys() & config.learner.megatron.keys()
     if not named and possible and is_coarse_mixture(config):
         chosen["learner.routing_replay"] = "rollout"
+    aligned = config.scoring.alignment is not None and config.data.chat_template
+    if aligned and config.teacher is not None and config.teacher.chat_template is None:
+        # the student's is written in tokens that another tokenizer does not have
+        chosen["teacher.chat_template"] = True
     return chosen
 
 

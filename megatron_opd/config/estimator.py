@@ -8,13 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any, cast
 
 from pydantic import model_validator
 
 from megatron_opd.config.corrections import CorrectionConfig, ImportanceCorrection
 from megatron_opd.config.import_path import is_import_path, load_class
-from megatron_opd.config.objective import Credit, CustomObjective, Objective, Use
+from megatron_opd.config.objective import (
+    Credit,
+    CustomObjective,
+    Objective,
+    SftOnTeacher,
+    Use,
+)
 from megatron_opd.config.objectives import (
     Jsd,
     Mixture,
@@ -35,6 +42,7 @@ from megatron_opd.config.supports import (
     TopkSupport,
 )
 from megatron_opd.config.trust import M2Trust
+from megatron_opd.records.imitation import share_of
 
 OBJECTIVES: dict[str | None, type[Objective]] = {
     type_of(section): section
@@ -161,6 +169,27 @@ class Estimator(Section):
         return self.reads_reward and reward_weight > 0
 
     @property
+    def imitation(self) -> SftOnTeacher | None:
+        """Returns the term that learns what the teacher writes; None without one."""
+        found = (o for o in self.objectives if isinstance(o, SftOnTeacher))
+        return next(found, None)
+
+    @property
+    def imitated_share(self) -> Fraction:
+        """Returns which share of the groups of prompts the teacher answers."""
+        term = self.imitation
+        if term is None:
+            return Fraction(0)
+        if all(objective.imitates for objective in self.objectives):
+            return Fraction(1)
+        return share_of(0.5 if term.share is None else term.share)
+
+    @property
+    def asks_teacher(self) -> bool:
+        """Tell whether any teacher is asked for anything: log-probs, or answers."""
+        return self.reads_teacher or self.imitation is not None
+
+    @property
     def distils(self) -> bool:
         """Tell whether any term learns from something besides rewards."""
         return not all(objective.reads_reward for objective in self.objectives)
@@ -234,7 +263,29 @@ def _outside(objective: Objective) -> str | None:
     return getattr(objective, "outside", None)
 
 
+def _imitations(est: Estimator) -> int:
+    return sum(objective.imitates for objective in est.objectives)
+
+
 RULES: tuple[Rule, ...] = (
+    Rule(
+        lambda objective, est: _imitations(est) > 1,
+        lambda objective, est: (
+            "objective.terms must hold sft_on_teacher once, whose share says which prompts the "
+            f"teacher answers, got {_imitations(est)}; keep one"
+        ),
+    ),
+    Rule(
+        lambda objective, est: (
+            isinstance(objective, SftOnTeacher)
+            and objective.share is not None
+            and all(other.imitates for other in est.objectives)
+        ),
+        lambda objective, est: (
+            "objective.share has no effect where sft_on_teacher is the only objective: the teacher "
+            "answers every prompt; leave it out, or use objective.type mixture"
+        ),
+    ),
     Rule(
         lambda objective, est: _rewards(est) > 1,
         lambda objective, est: (
@@ -277,7 +328,10 @@ RULES: tuple[Rule, ...] = (
         ),
     ),
     Rule(
-        lambda objective, est: _rewards(est) == len(est.terms) and not est.support.only_path,
+        lambda objective, est: (
+            all(other.reads_reward or other.imitates for other in est.objectives)
+            and not est.support.only_path
+        ),
         lambda objective, est: (
             f"{_named(objective)} reads the sampled token alone, and support.type "
             f"{est.support.type} would cache more; use support.type path"

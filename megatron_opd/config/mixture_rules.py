@@ -32,7 +32,7 @@ def mixture_problem(config: ConfigTree) -> str | None:
     mixture, estimator = config.scoring.mixture, config.estimator
     if not mixture:
         return None
-    if not estimator.reads_teacher:
+    if not estimator.asks_teacher:
         return (
             f"scoring.mixture has no effect: objective.type {config.objective.type} reads no "
             "teacher; leave it out"

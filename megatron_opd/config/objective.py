@@ -1,24 +1,26 @@
 """Define what every objective says of itself: keys, formula, source, bias, what it reads.
 
-CustomObjective is the base of those that users bring from outside the package.
+CustomObjective is the base of those that users bring from outside the package; SftOnTeacher, which
+learns what the teacher writes, needs no log-prob of it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import model_validator
+from pydantic import Field, model_validator
 
 from megatron_opd.config.corrections import Correction, Level
 from megatron_opd.config.reductions import Reduction, TokenReduction
-from megatron_opd.config.section import Section
-from megatron_opd.config.supports import McSupport, Support
+from megatron_opd.config.section import NonNegativeFloat, Section
+from megatron_opd.config.supports import McSupport, PathSupport, Support
 from megatron_opd.config.trust import Line, NoTrust, TrustConfig
 
 RewardAdvantage = Literal[
     "reward", "group_mean", "group_std", "group_std_population", "leave_one_out"
 ]
+OpenUnit = Annotated[float, Field(gt=0, lt=1)]
 Credit = Literal["trajectory", "turn"]
 """Whose reward an advantage follows from."""
 
@@ -77,7 +79,8 @@ class Objective(Section):
     source: papers and equations. default_support, default_reduction: taken when none is named.
     reads_reward, reads_teacher: what its loss is a function of. reads_turns: of rewards, also of
     those of turns (environment.credit). one_ratio_a_response: its trust region acts on responses,
-    not tokens. replaces_ratio: it has a weight in place of p / o.
+    not tokens. replaces_ratio: it has a weight in place of p / o. imitates: it reads answers that
+    the teacher wrote, and no others; every other objective reads the student's alone.
     """
 
     source: ClassVar[str] = ""
@@ -87,6 +90,7 @@ class Objective(Section):
     reads_turns: ClassVar[bool] = False
     one_ratio_a_response: ClassVar[bool] = False
     replaces_ratio: ClassVar[bool] = False
+    imitates: ClassVar[bool] = False
 
     @property
     def trust_region(self) -> TrustConfig:
@@ -166,3 +170,40 @@ class CustomObjective(Objective):
         if type(self).loss is CustomObjective.loss:
             raise ValueError(f"{self.type} must define the method `loss`")
         return self
+
+
+class SftOnTeacher(Objective):
+    """Minimises the cross-entropy of answers that the teacher wrote: -log p of each of its tokens.
+
+    Sequence-level distillation (Kim and Rush 2016); with on-policy terms beside it the mixture of
+    GKD (arXiv 2306.13649, its lambda is 1 - share). Unbiased for KL(q || p) over answers, q the
+    teacher as it is sampled: the tokens are the teacher's own, and no ratio corrects them.
+    """
+
+    source: ClassVar[str] = "arXiv 1606.07947; GKD (arXiv 2306.13649)"
+    default_support: ClassVar[Support] = PathSupport()
+    imitates: ClassVar[bool] = True
+    type: Literal["sft_on_teacher"] = "sft_on_teacher"
+    share: OpenUnit | None = None
+    """Share of the prompts that the teacher answers in a mixture, in whole groups; the student
+    answers the others, from which the other terms learn. null: half of them; all, where this is the
+    only objective. Raising it learns more of what the teacher writes, and less on the student's own
+    text."""
+    temperature: NonNegativeFloat = 1.0
+    """Temperature at which the teacher writes; 0: its likeliest token, always. Lower writes safer
+    and less varied answers."""
+
+    @property
+    def reads_teacher(self) -> bool:
+        """Tell whether the loss needs the teacher's log-probs: it needs its text alone."""
+        return False
+
+    def is_direct(self, use: Use) -> bool:
+        """Tell whether no ratio is corrected: it never is."""
+        return True
+
+    def formula(self, use: Use) -> list[Line]:
+        """Lists the lines of its formula: label and text."""
+        return [
+            ("loss per token", "L_t = - log p_t on answers of the teacher, 0 on the student's"),
+        ]

@@ -14,14 +14,20 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Discriminator, Field, SerializeAsAny, Tag, WrapValidator
 
 from megatron_opd.config.import_path import tag_of, validate_by_path
-from megatron_opd.config.objective import CustomObjective, Objective, RewardAdvantage, Use
+from megatron_opd.config.objective import (
+    CustomObjective,
+    Objective,
+    OpenUnit,
+    RewardAdvantage,
+    SftOnTeacher,
+    Use,
+)
 from megatron_opd.config.penalty import KlPenalty
 from megatron_opd.config.reductions import Reduction, SequenceReduction
 from megatron_opd.config.section import NonNegativeFloat, PositiveFloat, Section
 from megatron_opd.config.supports import PathSupport, Support, TopkSupport
 from megatron_opd.config.trust import ClipTrust, Line, NoTrust, TrustConfig
 
-OpenUnit = Annotated[float, Field(gt=0, lt=1)]
 Outside = Literal["renormalise", "bucket", "drop"]
 
 
@@ -447,6 +453,7 @@ _Single = (
     | Annotated[Grpo, Tag("grpo")]
     | Annotated[Gspo, Tag("gspo")]
     | Annotated[Gepo, Tag("gepo")]
+    | Annotated[SftOnTeacher, Tag("sft_on_teacher")]
     | Annotated[_Custom, Tag("MODULE:CLASS")]
 )
 TermConfig = Annotated[_Single, Discriminator(tag_of("reverse_kl"))]

@@ -1,7 +1,7 @@
 """Names the roles of SGLang servers after their config sections: student, teacher, teachers.NAME.
 
-A run has the teachers that its estimator reads: none of them when it learns from rewards alone, but
-the one that plays the user (environment.type user).
+A run has the teachers that its estimator asks for scores or answers: none of them when it learns
+from rewards alone, but the one that plays the user (environment.type user).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TEACHER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 def teacher_roles(config: ConfigTree) -> dict[str, Role]:
     """Return {name that prompts use: role} for the teachers that a run asks. Raises UserError."""
     names: Iterable[str] = config.all_teachers
-    if not config.estimator.reads_teacher:
+    if not config.estimator.asks_teacher:
         names = () if config.user_teacher is None else (config.user_teacher,)
     for name in names:
         if not TEACHER_NAME.fullmatch(name):

@@ -171,9 +171,10 @@ def _workers(config: ConfigTree) -> str | None:
 
 def _teachers(config: ConfigTree) -> str | None:
     estimator = config.estimator
-    if estimator.reads_teacher and not config.all_teachers:
+    if estimator.asks_teacher and not config.all_teachers:
+        reads = "reads its log-probs" if estimator.reads_teacher else "learns what it writes"
         return (
-            f"missing key 'teacher': objective.type {config.objective.type} reads its log-probs; "
+            f"missing key 'teacher': objective.type {config.objective.type} {reads}; "
             "add a section teacher with a model or urls"
         )
     if "teacher" in config.teachers:
@@ -181,7 +182,7 @@ def _teachers(config: ConfigTree) -> str | None:
             "teachers must not hold the name 'teacher', which means the section teacher; rename it"
         )
     scoring = [name for name in config.teachers if name != config.user_teacher]
-    if scoring and not estimator.reads_teacher:
+    if scoring and not estimator.asks_teacher:
         return (
             f"teachers has no effect: objective.type {config.objective.type} reads no teacher; "
             "leave it out"
@@ -191,7 +192,7 @@ def _teachers(config: ConfigTree) -> str | None:
             "data.teacher_key must name the column that says which of the teachers scores a "
             "prompt, got null; or let scoring.mixture weigh them"
         )
-    if config.data.teacher_key is not None and not estimator.reads_teacher:
+    if config.data.teacher_key is not None and not estimator.asks_teacher:
         return (
             f"data.teacher_key {config.data.teacher_key} has no effect: objective.type "
             f"{config.objective.type} reads no teacher; leave it null"

@@ -10,10 +10,13 @@ from typing import Any, cast
 
 from pydantic import ModelWrapValidatorHandler, model_validator
 
+from megatron_opd.config.alignment_rules import ALIGNMENT_RULES
+from megatron_opd.config.api_rules import API_RULES
 from megatron_opd.config.defaults import left_out
 from megatron_opd.config.environment_rules import ENVIRONMENT_RULES
 from megatron_opd.config.estimator import with_natural_parts
 from megatron_opd.config.evaluation_rules import EVALUATION_RULES
+from megatron_opd.config.imitation_rules import imitation_problem
 from megatron_opd.config.mixture_rules import mixture_problem
 from megatron_opd.config.rules import METRIC_RULES, RULES, estimator_problem
 from megatron_opd.config.site_rules import SITE_RULES
@@ -24,11 +27,14 @@ from megatron_opd.config.tree import ConfigTree
 REQUIRE_BATCHES = "require_batches"
 ALL_RULES = (
     *RULES,
+    *ALIGNMENT_RULES,
     *TEACHER_RULES,
     mixture_problem,
+    imitation_problem,
     *EVALUATION_RULES,
     *SITE_RULES,
     *SOURCE_RULES,
+    *API_RULES,
     *ENVIRONMENT_RULES,
     *METRIC_RULES,
 )

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from megatron_opd.config.alignment import AlignmentConfig
 from megatron_opd.config.curriculum import PassRateCurriculum
 from megatron_opd.config.evaluation import HeldoutSet, heldout_sets
 from megatron_opd.config.import_path import is_import_path
@@ -287,6 +288,10 @@ class ScoringConfig(Section):
     code: 0.3}: q is the sum of weight * q of each. They sum to 1; a teacher of weight 0 is not
     asked. A prompt's own mixture is data.teacher_key's. Empty: one teacher scores a prompt. Each
     teacher more asks its servers for as many scores again, one teacher after the other."""
+    alignment: AlignmentConfig | None = None
+    """For a teacher whose tokenizer is another one: it reads the text that the student writes in
+    tokens of its own, in teacher.chat_template (docs/tokenizers.md). null: it must be the
+    student's. Costs the controller the cutting of every response."""
     guard: Guard = "refuse"
     """What to do about a teacher whose answers make no sense: a tokenizer other than the student's,
     scores that differ from the log-probs it samples with or from those of another program, or

@@ -158,6 +158,11 @@ class ServerConfig(Section):
         return self
 
     @property
+    def speaks_bridge(self) -> bool:
+        """Tell whether the servers have the plugin; a student's always do."""
+        return True
+
+    @property
     def ports(self) -> range:
         """Returns the fixed ports of the servers started here; empty when free ports are picked."""
         count = self.servers if self.base_port and not self.urls else 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from megatron_opd.config.environment import AgentConfig
 from megatron_opd.config.tree import ConfigTree, key_of_teacher
 from megatron_opd.config.wording import shown
 
@@ -12,7 +13,7 @@ def _teacher_prompt(config: ConfigTree) -> str | None:
     key = config.data.teacher_prompt_key
     if key is None:
         return None
-    if not config.estimator.reads_teacher:
+    if not config.estimator.asks_teacher:
         return (
             f"data.teacher_prompt_key {key} has no effect: objective.type {config.objective.type} "
             "reads no teacher; leave it null"
@@ -25,6 +26,20 @@ def _teacher_prompt(config: ConfigTree) -> str | None:
     return None
 
 
+def otherwise_played(config: ConfigTree) -> str | None:
+    """Return what plays trajectories that a teacher cannot read in a rendering of its own."""
+    environment = config.environment
+    if environment is None:
+        return None
+    if isinstance(environment, AgentConfig):
+        return "environment.type agent"
+    if environment.history != "append":
+        return f"environment.history {environment.history}"
+    if config.workers.count:
+        return "an environment on data workers (workers.count)"
+    return "an environment at sites (sites.members)" if config.sites.members else None
+
+
 def _own_reading(config: ConfigTree) -> str | None:
     for name, section in config.all_teachers.items():
         reading, role = section.own_reading, key_of_teacher(name)
@@ -32,15 +47,16 @@ def _own_reading(config: ConfigTree) -> str | None:
             continue
         key, value = next(iter(reading.items()))
         got = f"got {shown(str(value) if key == 'chat_template' else value)}"
-        if not config.estimator.reads_teacher:
+        if not config.estimator.asks_teacher:
             return (
                 f"{role}.{key} has no effect: objective.type {config.objective.type} reads no "
                 f"teacher, {got}; leave it null"
             )
-        if config.environment is not None:
+        beside = otherwise_played(config)
+        if beside is not None:
             return (
-                f"{role}.{key} must be null with an environment, whose words a teacher reads as "
-                f"the student does, {got}; leave one of them out"
+                f"{role}.{key} must be null with {beside}, whose words a teacher reads as the "
+                f"student does, {got}; leave one of them out"
             )
         if config.scoring.mixture:
             return (

@@ -69,9 +69,9 @@ class ConfigTree(Section):
     """The student's model and the servers that sample from it."""
     teacher: TeacherConfig | None = None
     """The default teacher's servers; null for objectives that only read rewards. It must have the
-    student's tokenizer, but may have more tokens behind the student's unless it selects ids itself
-    (support.type teacher_topk, teacher_mc); either may have more padding rows in its vocabulary:
-    ids that only the student has then get probability 0."""
+    student's tokenizer (another: scoring.alignment), but may have more tokens behind the student's
+    unless it selects ids itself (support.type teacher_topk, teacher_mc); either may have more
+    padding rows in its vocabulary: ids that only the student has then get probability 0."""
     teachers: dict[str, TeacherConfig] = Field(default_factory=dict[str, TeacherConfig])
     """More teachers by name, each with the keys of `teacher`; data.teacher_key says which of them
     scores a prompt, or scoring.mixture how they score it together. Each one adds its servers'

@@ -91,6 +91,9 @@ def member_fault(member: GroupMember) -> str | None:
         return f"a penalty for length of {sample.overlong_penalty}"
     if sample is not None and len(sample.teacher_logp_N) != rollout.draws.num_ids:
         return f"{len(sample.teacher_logp_N)} scores for {rollout.draws.num_ids} ids"
+    aligned, tokens = None if sample is None else sample.aligned, rollout.draws.num_tokens
+    if aligned is not None and (len(aligned.scored_T) != tokens or not len(aligned.own_R)):
+        return f"{len(aligned.scored_T)} marks of scores for {tokens} tokens"
     return _rollout_fault(rollout)
 
 

@@ -12,6 +12,8 @@ from megatron_opd.data.end_tokens import Ending
 
 Decoder = Callable[[Sequence[int]], str]
 """Turns token ids into text as they stand, special tokens included."""
+Encode = Callable[[str], list[int]]
+"""Cuts text into the student's ids, without any that its tokenizer would add."""
 
 
 @dataclass(frozen=True, slots=True)

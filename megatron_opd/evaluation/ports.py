@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
+
+import numpy as np
 
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.protocol import FinishReason, RolloutRequest
@@ -98,3 +100,49 @@ class FleetPort:
             return Completion(ids, reply.finish_reason, span, reply.url)
 
         return await retried(once, self._backoff, is_unserved)
+
+
+class RespellingPort:
+    """Completes prompts by a model of another tokenizer; ids of both ends are the student's.
+
+    Args:
+        port: samples from the model, in its own ids.
+        read: the model's ids of each prompt, by the bytes of the student's (int32).
+        respelt: turns a completion into the student's ids.
+        end_ids: the student's.
+    """
+
+    def __init__(
+        self,
+        port: CompletionPort,
+        read: Mapping[bytes, Sequence[int]],
+        respelt: Callable[[Sequence[int]], Sequence[int]],
+        end_ids: tuple[int, ...],
+    ) -> None:
+        self._port, self._read, self._respelt, self._end_ids = port, read, respelt, end_ids
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Returns the ids that end a completion."""
+        return self._end_ids
+
+    async def complete(
+        self,
+        prompt_ids: Sequence[int],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        stop: tuple[str, ...],
+        seed: int,
+        prefer: str = "",
+    ) -> Completion:
+        """Ask for one completion. KeyError: a prompt that the model has not read."""
+        found = await self._port.complete(
+            self._read[np.array(prompt_ids, np.int32).tobytes()],
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            stop=stop,
+            seed=seed,
+            prefer=prefer,
+        )
+        return replace(found, ids=self._respelt(found.ids))

@@ -171,7 +171,14 @@ def check_served(
 
     model: the one of the configuration.
     deterministic: it must have been started so. fresh: its weights must be those it started with.
+    Of a server without the plugin its words are few: what it scores, the guard looks at.
     """
+    served = Path(info.model_path)
+    # a path on another machine cannot be compared
+    if info.model_path and served.exists() and served.resolve() != section.model.resolve():
+        raise UserError(f"{key}: {info.url} must serve {section.model}, got {served}")
+    if not section.speaks_bridge:
+        return
     if info.vocab_size != model.vocab_size:
         raise UserError(
             f"{key}: {info.url} must serve a vocabulary of {model.vocab_size} ids, got "
@@ -195,7 +202,3 @@ def check_served(
     if model.trained is not None:
         where = f"start {info.url} with --context-length {model.trained.window_limit}"
         check_window("the servers' context", model.trained, info.context_length, where)
-    served = Path(info.model_path)
-    # a path on another machine cannot be compared
-    if served.exists() and served.resolve() != section.model.resolve():
-        raise UserError(f"{key}: {info.url} must serve {section.model}, got {served}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from itertools import islice
 
 from megatron_opd.config.environment import AgentConfig, EnvironmentConfig, UserConfig
@@ -20,11 +21,12 @@ from megatron_opd.environments.playing import Playing
 from megatron_opd.environments.preflight import check_branch, note, rewrites
 from megatron_opd.environments.protocol import row_of
 from megatron_opd.environments.settings import agent_host, agent_student, environment_host, player
+from megatron_opd.environments.teacher_reading import TeacherReader
 from megatron_opd.environments.turns import TurnEncoder
 from megatron_opd.environments.user import UserPart, UserPlaying, check_user
 from megatron_opd.errors import UserError, checked
 from megatron_opd.inputs.models import RESERVED_TOKENS, CheckedModels, ending_of
-from megatron_opd.inputs.rendering import rendering_of
+from megatron_opd.inputs.rendering import readings_of, rendering_of
 from megatron_opd.inputs.tokenizers import load_tokenizer
 from megatron_opd.rollout.generator import TurnFleet
 from megatron_opd.rollout.user_voice import TeacherVoice
@@ -40,6 +42,21 @@ def turn_encoder(config: Config, models: CheckedModels) -> TurnEncoder | None:
         return None
     rendering = rendering_of(config.data, models.template)
     return checked(lambda: TurnEncoder(tokenizer, rendering, ending_of(config, models).token_ids))
+
+
+def teacher_readers(config: Config, models: CheckedModels) -> dict[str, TeacherReader]:
+    """Return what reads trajectories for the teachers with a rendering of their own, by name.
+
+    Raises UserError.
+    """
+    found: dict[str, TeacherReader] = {}
+    if config.environment is None:
+        return found
+    ends = ending_of(config, models).token_ids
+    for name, own in readings_of(config, models).items():
+        make = partial(TurnEncoder, own.tokenizer, own.rendering, ends)
+        found[name] = TeacherReader(checked(make), config.data.system_prompt)
+    return found
 
 
 def user_part(config: Config, models: CheckedModels, train: Sequence[PromptSet]) -> UserPart | None:
@@ -74,7 +91,10 @@ def user_part(config: Config, models: CheckedModels, train: Sequence[PromptSet])
 
 
 def environment_notes(
-    config: Config, encoder: TurnEncoder | None, train: Sequence[PromptSet]
+    config: Config,
+    encoder: TurnEncoder | None,
+    train: Sequence[PromptSet],
+    readers: Mapping[str, TeacherReader],
 ) -> list[str]:
     """Return what the chat template rewrites of earlier turns. Raises UserError.
 
@@ -96,6 +116,10 @@ def environment_notes(
                 checked(lambda chat=chat: check_branch(encoder, chat))
         said = note(found, len(chats), history)
         lines += [] if said is None else [f"{file.path}: {said}"]
+        for name, reader in readers.items():
+            theirs = checked(lambda chats=chats, of=reader.encoder: list(rewrites(of, chats)))
+            said = note(theirs, len(chats), history)
+            lines += [] if said is None else [f"{key_of_teacher(name)}: {file.path}: {said}"]
     return lines
 
 

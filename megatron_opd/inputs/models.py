@@ -46,7 +46,7 @@ RESERVED_TOKENS = 7
 
 @dataclass(frozen=True, slots=True)
 class CheckedModels:
-    """Holds every role's model, the student's first, and the tokenizer that they share.
+    """Holds every role's model, the student's first, and the tokenizer, the student's.
 
     teachers: tokenizers of the teachers, of those that are here. ends: what ends a response of
     each, of those whose tokenizer is here. written: the chat templates of teachers' checkpoints.
@@ -74,6 +74,8 @@ class CheckedModels:
 def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -> CheckedModels:
     """Check that student and teachers exist, are supported, and share tokenizer and vocabulary.
 
+    With scoring.alignment the teacher has its own.
+
     teachers: whether there are any to be checked. plan: a model without weights here is checked as
     far as its files go, as it may be on another machine; a model with weights must be whole. Raises
     UserError.
@@ -100,12 +102,15 @@ def check_models(config: Config, *, plan: bool = False, teachers: bool = True) -
         ends[STUDENT] = ends_of(config, "student.model", models.student.served, tokenizer)
         for role, facts in models.teachers.items():
             if role not in absent or has_tokenizer(facts.path):
-                guard = config.scoring.guard
-                theirs = check_tokenizer(facts.path, f"{role}.model", tokenizer, guard)
+                key, aligned = f"{role}.model", config.scoring.alignment is not None
+                if aligned:  # its ids are others
+                    theirs = load_tokenizer(facts.path, key)
+                else:
+                    theirs = check_tokenizer(facts.path, key, tokenizer, config.scoring.guard)
+                    notes += further_notes(config, key, tokenizer, theirs)
+                    check_padding(key, facts.vocab_size, student.vocab_size, tokenizer)
                 of_teachers[role] = theirs
-                notes += further_notes(config, f"{role}.model", tokenizer, theirs)
-                check_padding(f"{role}.model", facts.vocab_size, student.vocab_size, tokenizer)
-                ends[role] = ends_of(config, f"{role}.model", facts, theirs)
+                ends[role] = ends_of(config, key, facts, theirs, asks=not aligned)
     check_support(config, student)
     check_context(config, models)
     check_sharding(config, models)
@@ -121,10 +126,18 @@ def ending_of(config: Config, models: CheckedModels) -> Ending:
 
 
 def ends_of(
-    config: Config, key: str, facts: ServedFacts, tokenizer: PreTrainedTokenizerBase
+    config: Config,
+    key: str,
+    facts: ServedFacts,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    asks: bool = True,
 ) -> EndTokens:
-    """Return what ends a response of a model in this run; `key` names it. Raises UserError."""
-    asked = config.rollout.stop_token_ids
+    """Return what ends a response of a model in this run; `key` names it. Raises UserError.
+
+    asks: whether rollout.stop_token_ids are ids of it.
+    """
+    asked = config.rollout.stop_token_ids if asks else ()
     beyond = next((each for each in asked if each >= facts.vocab_size), None)
     if beyond is not None:
         raise UserError(
@@ -235,7 +248,8 @@ def check_cut(student: ModelFacts, tokenizer: PreTrainedTokenizerBase) -> None:
         raise UserError(
             f"student.model may have more ids than a teacher's vocab_size {used} only as padding, "
             f"but the tokenizer uses id {largest}; pad the teacher's embedding and head to "
-            f"{rows} rows"
+            f"{rows} rows, or where its tokenizer is another one set scoring.alignment "
+            "(docs/tokenizers.md)"
         )
 
 

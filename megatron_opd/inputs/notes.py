@@ -121,7 +121,7 @@ def _aborting(config: Config) -> str | None:
 
 def _teacher(config: Config) -> str | None:
     unread = [name for name in config.all_teachers if name != config.user_teacher]
-    if not unread or config.estimator.reads_teacher:
+    if not unread or config.estimator.asks_teacher:
         return None
     keys = ", ".join(map(key_of_teacher, unread))
     return (

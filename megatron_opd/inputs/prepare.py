@@ -6,7 +6,7 @@ One function reads it for `opd run` and for `opd check`, so that they cannot dis
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import cycle, islice
 from pathlib import Path
@@ -26,11 +26,18 @@ from megatron_opd.data.shards import is_there
 from megatron_opd.data.tasks import get_task, get_verifier
 from megatron_opd.data.template import RunTemplate
 from megatron_opd.data.verifying import TaskVerifiers
+from megatron_opd.environments.teacher_reading import TeacherReader
 from megatron_opd.environments.turns import TurnEncoder
 from megatron_opd.environments.user import UserPart
 from megatron_opd.errors import UserError, checked
 from megatron_opd.inputs.disk_space import disk_notes
-from megatron_opd.inputs.environments import environment_notes, turn_encoder, user_part
+from megatron_opd.inputs.environments import (
+    environment_notes,
+    teacher_readers,
+    turn_encoder,
+    user_part,
+)
+from megatron_opd.inputs.hints import make_swap, swap_notes
 from megatron_opd.inputs.kept_data import Begun, Shape
 from megatron_opd.inputs.model_facts import trust_note
 from megatron_opd.inputs.models import (
@@ -41,6 +48,12 @@ from megatron_opd.inputs.models import (
     teacher_prompt_limit,
 )
 from megatron_opd.inputs.notes import notes, sampler_gaps
+from megatron_opd.inputs.other_tokenizer import (
+    TEACHER,
+    OtherTokenizer,
+    alignment_notes,
+    other_tokenizer,
+)
 from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.inputs.prompts import (
     by_row,
@@ -65,7 +78,7 @@ from megatron_opd.inputs.rendering import (
 from megatron_opd.inputs.same_tokenizer import end_notes
 from megatron_opd.inputs.sinks import check_sinks
 from megatron_opd.inputs.template_preflight import template_notes_of_teachers
-from megatron_opd.inputs.texts import make_decode, make_swap, swap_notes
+from megatron_opd.inputs.tokenizers import make_decode, make_encode
 from megatron_opd.inputs.verifiers import check_isolation, row_tasks
 from megatron_opd.inputs.weights import unread_note
 from megatron_opd.models.hf_config import rope_note
@@ -90,7 +103,9 @@ class Inputs:
     or the tokenizer is not here. absent: what was not here to be checked. notes: what the user
     should know. shape: of the training files, None where not all of them was read. state: what the
     controller continues from. turns: encodes what an environment says; None without one. user: how
-    a teacher plays the user; None where none does.
+    a teacher plays the user; None where none does. readers: of teachers that read trajectories
+    otherwise than the student, by name. other: of a teacher with a tokenizer of its own; None: it
+    has the student's.
     """
 
     checked: CheckedModels
@@ -103,6 +118,8 @@ class Inputs:
     state: ControllerState = NOTHING_YET
     turns: TurnEncoder | None = None
     user: UserPart | None = None
+    readers: Mapping[str, TeacherReader] = field(default_factory=dict[str, TeacherReader])
+    other: OtherTokenizer | None = None
 
 
 def read_inputs(
@@ -147,13 +164,14 @@ def read_inputs(
     if not gone:
         how = HowRead(first_rows, by_row(begun), judge_all, watched)
         train = read_train(config, models, how)
-    unseen = unseen_keys(config, train) if train else []
     shape, state, changed_data = going_on(config, train, begun)
     if train:
         check_enough(config, train, shape)
-    absent += [f"data.train {path}: not here" for path in gone]
+    missing = (*absent, *(f"data.train {path}: not here" for path in gone))
     judge = None if models.tokenizer is None else make_judge(config, models.tokenizer)
-    turns, user = turn_encoder(config, models), user_part(config, models, train)
+    turns, readers = turn_encoder(config, models), teacher_readers(config, models)
+    user = user_part(config, models, train)
+    other = other_of(config, models)
     every = (*train, *heldout.values())
     said = (
         *notes(config),
@@ -161,17 +179,13 @@ def read_inputs(
         *disk_notes(config, models.student.spec),
         *model_notes(models),
         *models.notes,
-        *(
-            end_notes(models.ends, models.tokenizer, config.scoring.guard)
-            if models.tokenizer
-            else ()
-        ),
+        *tokenizer_notes(config, models, other),
         *changed,
         *rendering_notes(config, models, every),
         *template_notes_of_teachers(config, models, train),
-        *environment_notes(config, turns, train),
+        *environment_notes(config, turns, train, readers),
         *drawn_notes(train),
-        *unseen,
+        *(unseen_keys(config, train) if train else ()),
         *unhinted_notes(config, train),
         *swap_notes(config, models.tokenizer, train),
         *skipped_lines(every),
@@ -183,7 +197,29 @@ def read_inputs(
             for line in seen_problems(train, key_of_set(config, name), each.path, each.examples)
         ),
     )
-    return Inputs(models, train, heldout, judge, tuple(absent), said, shape, state, turns, user)
+    return Inputs(
+        models, train, heldout, judge, missing, said, shape, state, turns, user, readers, other
+    )
+
+
+def other_of(config: Config, models: CheckedModels) -> OtherTokenizer | None:
+    """Return how the tokens of student and teacher become each other's; None: they need not.
+
+    None too where a tokenizer is not here (`opd check` of a plan). UserError: they cannot.
+    """
+    alignment, ours, theirs = config.scoring.alignment, models.tokenizer, models.teachers
+    if alignment is None or ours is None or TEACHER not in theirs:
+        return None
+    return other_tokenizer(alignment, ours, theirs[TEACHER], models.ends)
+
+
+def tokenizer_notes(
+    config: Config, models: CheckedModels, other: OtherTokenizer | None
+) -> list[str]:
+    """Return what a user should know about the tokenizers of student and teachers."""
+    if models.tokenizer is None or config.scoring.alignment is not None:
+        return [] if other is None else alignment_notes(other)
+    return end_notes(models.ends, models.tokenizer, config.scoring.guard)
 
 
 def model_notes(models: CheckedModels) -> list[str]:
@@ -277,6 +313,8 @@ def prompt_rules(config: Config, models: CheckedModels, *, heldout: bool) -> Pro
     limit_key = None if heldout else data.max_new_tokens_key  # an evaluation has its own limit
     # what learns from rewards would drop every sample of a row without one
     needed = (heldout or config.estimator.reads_reward) and config.environment is None
+    # a teacher of another tokenizer is evaluated on its own ids of them
+    reads = not heldout or config.scoring.alignment is not None
     return PromptRules(
         Columns(
             chats=(data.prompt_key,),
@@ -304,7 +342,7 @@ def prompt_rules(config: Config, models: CheckedModels, *, heldout: bool) -> Pro
         max_bad_fraction=data.max_bad_fraction,
         vocab_size=student.vocab_size,
         keeps_chats=config.environment is not None,
-        readings={} if heldout else readings_of(config, models),
+        readings=readings_of(config, models) if reads else {},
         shares=shares_of(mixture) if mixture else ONE_TEACHER,
     )
 
@@ -354,12 +392,15 @@ def prepare(
         },
         judge=inputs.judge,
         decode=make_decode(tokenizer),
+        encode=make_encode(tokenizer),
         hints=make_swap(tokenizer),
         probes={name: probes_of(every, name) for name in teacher_roles(config)},
         ends=inputs.checked.ends,
         ending=ending_of(config, inputs.checked),
         turns=inputs.turns,
+        readers=inputs.readers,
         user=inputs.user,
+        other=inputs.other,
         first=tuple(every[:RESPONSES]),
         template=inputs.checked.template,
         notes=inputs.notes,

@@ -13,12 +13,15 @@ from megatron_opd.data.end_tokens import Ending, EndTokens
 from megatron_opd.data.hint_swap import HintSwap
 from megatron_opd.data.judge import Judge
 from megatron_opd.data.prompts import PromptSet
+from megatron_opd.data.response_text import Encode
 from megatron_opd.data.stream import PromptSource
 from megatron_opd.data.template import RunTemplate
+from megatron_opd.environments.teacher_reading import TeacherReader
 from megatron_opd.environments.turns import TurnEncoder
 from megatron_opd.environments.user import UserPart
 from megatron_opd.inputs.kept_data import Shape
 from megatron_opd.inputs.model_facts import ModelFacts
+from megatron_opd.inputs.other_tokenizer import OtherTokenizer
 from megatron_opd.metrics.token_texts import Decode
 from megatron_opd.records.types import Prompt
 
@@ -29,13 +32,15 @@ class Prepared:
 
     vocab_sizes: ids of every role's model; a teacher may have more than the student. heldout:
     evaluation problems by set, empty when there is no evaluation. judge: None when the task has no
-    verifier. decode: turns token ids into text. hints: makes prompts of teachers with the hints of
-    other rows. probes: training prompts by teacher, to look at its scores before the run. ends: the
-    ids that end a response of every role's model. ending: what ends a response of the run, besides
-    its row's own strings. turns: encodes what an environment says; None without one. first:
-    training prompts, the first ones. user: how a teacher plays the user; None where none does.
-    template: what chats are rendered with. train: the files that prompts are drawn from. notes: for
-    the terminal. shape: of the training files. state: what the controller continues from.
+    verifier. decode: turns token ids into text. encode: cuts text into the student's ids. hints:
+    makes prompts of teachers with the hints of other rows. probes: training prompts by teacher, to
+    look at its scores before the run. ends: the ids that end a response of every role's model.
+    ending: what ends a response of the run, besides its row's own strings. turns: encodes what an
+    environment says; None without one. readers: of teachers that read that otherwise, by name.
+    first: training prompts, the first ones. user: how a teacher plays the user; None where none
+    does. other: of a teacher with a tokenizer of its own. template: what chats are rendered with.
+    train: the files that prompts are drawn from. notes: for the terminal. shape: of the training
+    files. state: what the controller continues from.
     """
 
     student: ModelFacts
@@ -45,6 +50,7 @@ class Prepared:
     heldout: Mapping[str, tuple[Prompt, ...]]
     judge: Judge | None
     decode: Decode
+    encode: Encode
     hints: HintSwap
     probes: Mapping[str, tuple[Prompt, ...]]
     ends: Mapping[Role, EndTokens]
@@ -52,6 +58,8 @@ class Prepared:
     shape: Shape
     turns: TurnEncoder | None = None
     user: UserPart | None = None
+    readers: Mapping[str, TeacherReader] = field(default_factory=dict[str, TeacherReader])
+    other: OtherTokenizer | None = None
     first: tuple[Prompt, ...] = ()
     template: RunTemplate = field(default_factory=RunTemplate)
     notes: tuple[str, ...] = ()

@@ -131,10 +131,15 @@ class _Origin:
 
 
 def readings_of(config: Config, models: CheckedModels) -> dict[str, TeacherReading]:
-    """Return how the teachers with a reading of their own turn prompts into ids, by their names."""
+    """Return how teachers turn prompts into ids that do so in their own way, by their names.
+
+    That is those with a reading of their own, and one with a tokenizer of its own.
+    """
     found: dict[str, TeacherReading] = {}
+    aligned = config.scoring.alignment is not None
     for name, role in teacher_roles(config).items():
-        if not config.all_teachers[name].own_reading or role not in models.teachers:
+        own = aligned or config.all_teachers[name].own_reading
+        if not own or role not in models.teachers:
             continue
         vocab_size, how = models.models.teachers[role].vocab_size, reading_of(config, models, name)
         found[name] = TeacherReading(models.teachers[role], how, vocab_size)

@@ -50,7 +50,10 @@ def check_tokenizer(
         return theirs
     message = f"student.model and {key} must cut text into the same ids; {other}"
     if guard == "refuse":
-        raise UserError(f"{message}; if that is intended, set scoring.guard to warn or off")
+        raise UserError(
+            f"{message}; to compare tokens of the same bytes set scoring.alignment; to take its "
+            "scores of the student's ids all the same set scoring.guard to warn or off"
+        )
     logger.warning("%s", message)
     return theirs
 
@@ -64,7 +67,9 @@ def further_tokens(ours: Mapping[str, int], theirs: Mapping[str, int], key: str)
     if between:
         raise UserError(
             f"student.model and {key} must share one tokenizer, which may have more tokens behind "
-            f"those of the student's; {len(between)} entries differ, first {between[0]!r}"
+            f"those of the student's; {len(between)} entries differ, first {between[0]!r}; to "
+            "compare tokens of the same bytes set scoring.alignment: {unaligned: drop} "
+            "(docs/tokenizers.md)"
         )
     return frozenset(further)
 

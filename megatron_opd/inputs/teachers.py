@@ -18,7 +18,13 @@ from megatron_opd.errors import UserError
 from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.inputs.second_pass import second_pass
 from megatron_opd.metrics.teacher_health import TeacherWatch
-from megatron_opd.rollout.first_scores import FirstAsk, first_responses, first_scores
+from megatron_opd.rollout.first_scores import (
+    FirstAsk,
+    FirstReading,
+    FirstScores,
+    first_responses,
+    first_scores,
+)
 from megatron_opd.rollout.teacher_guard import TOKENS, ProbedServer, TeacherProbe, bound_nats, probe
 from sglang_bridge.errors import BadReply, one_line
 from sglang_bridge.protocol import ScoreRequest
@@ -45,23 +51,25 @@ async def check_teachers(
     compare the scores with another program's forward pass too. students: servers whose first
     responses are scored.
     """
-    if config.scoring.guard == "off":
+    writes_alone = not config.estimator.reads_teacher and config.estimator.imitation is not None
+    if config.scoring.guard == "off" or writes_alone:  # no score of it is read
         return []
     run = partial(
         probe,
         temperature=config.scoring.temperature,
         max_new_tokens=min(TOKENS, config.rollout.max_new_tokens),
         backoff=Backoff(config.scoring.attempts),
-        end_ids=prepared.ending.token_ids,
     )
     lines: list[str] = []
     for name, role in teacher_roles(config).items():
-        vocab_size = prepared.vocab_sizes[role]
+        vocab_size, other = prepared.vocab_sizes[role], prepared.other
+        ends = prepared.ending.token_ids if other is None else prepared.ends[role].ids
         asked = [
             run(
                 server,
                 prepared.probes[name],
                 vocab_size=vocab_size,
+                end_ids=ends,
                 name=f"guard-{uuid.uuid4().hex[:8]}",
             )
             for server in servers[name]
@@ -94,10 +102,33 @@ async def _first_lines(
     for teacher, role in teacher_roles(config).items():
         own = [each for each in responses if teacher in dict(each.prompt.shares)]
         if own and servers[teacher]:
-            (found,) = await _answers(role, [first_scores(servers[teacher], own, scored)])
+            asked = first_scores(servers[teacher], own, scored, _first_reading(config, prepared))
+            (found,) = await _answers(role, [asked])
+            _check_scored(config, role, found)
             follows = config.all_teachers[teacher].source.type != "checkpoint"
             lines += found.lines(role, follows=follows)
     return lines
+
+
+def _first_reading(config: Config, prepared: Prepared) -> FirstReading | None:
+    alignment, other = config.scoring.alignment, prepared.other
+    if alignment is None or other is None:
+        return None
+    return FirstReading(other.reader, alignment.unaligned)
+
+
+def _check_scored(config: Config, role: str, found: FirstScores) -> None:
+    """Raise UserError where no token of the first responses has a score."""
+    alignment = config.scoring.alignment
+    if alignment is None or found.scored_share:
+        return
+    tokens = sum(map(len, found.gaps))
+    raise UserError(
+        f"scoring.alignment.unaligned {alignment.unaligned} gives a score to some token of the "
+        f"student's first responses at least, got none of {tokens} at {role}: every sample would "
+        "be dropped (teacher_unaligned); use another teacher, or let the student begin with text "
+        "that its tokenizer keeps"
+    )
 
 
 async def _answers(role: str, asked: Iterable[Awaitable[AnswerT]]) -> list[AnswerT]:
@@ -180,7 +211,7 @@ def _verdicts(
 def make_teacher_watch(config: Config, vocab_sizes: Mapping[Role, int]) -> TeacherWatch | None:
     """Return what looks at the scores during the run; None where no teacher is read."""
     teachers = {name: vocab_sizes[role] for name, role in teacher_roles(config).items()}
-    if not teachers:
+    if not teachers or not config.estimator.reads_teacher:
         return None
     guard = config.scoring.guard
     return TeacherWatch(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from megatron_opd.config.roles import Role, teacher_roles
 from megatron_opd.config.schema import Config
+from megatron_opd.config.teacher_rules import otherwise_played
 from megatron_opd.config.tree import key_of_teacher
 from megatron_opd.config.wording import shown
 from megatron_opd.data.chats import ASSISTANT, ChatMessage
@@ -149,7 +150,7 @@ def template_notes_of_teachers(
     without being told to, with scoring.guard refuse.
     """
     guard = config.scoring.guard
-    if guard == "off" or not config.estimator.reads_teacher:
+    if guard == "off" or not config.estimator.asks_teacher:
         return []
     asked = [each for file in train for each in file.tally.asked]
     lines: list[str] = []
@@ -191,8 +192,9 @@ def _of_teacher(
         gap = template_gap(natural, replace(how, chat_template=True), asked)
     except ValueError:
         return None  # it works for nobody
-    # with an environment it cannot be told to read otherwise
-    told = section.chat_template is not None or config.environment is not None
+    told = section.chat_template is not None or otherwise_played(config) is not None
+    if gap is None and config.scoring.alignment is not None:
+        return None  # it reads its own end
     if gap is None:
         return _of_ends(config, models, role, natural)
     advice = "" if told else f"; to let it read its own: {role}.chat_template: true"

@@ -6,6 +6,7 @@ Transformers makes an empty tokenizer of a directory without one; here that is a
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +14,11 @@ import msgspec
 
 from megatron_opd.config.wording import shown
 from megatron_opd.data.render import is_failure, said
+from megatron_opd.data.response_text import Encode
 from megatron_opd.data.without_torch import transformers_for_tokenizers
 from megatron_opd.data.written_tokenizer import cut_as_written
 from megatron_opd.errors import UserError
+from megatron_opd.metrics.token_texts import Decode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,3 +103,24 @@ def _checked(problem: str, kind: Any, path: Path) -> Any:
         if not is_failure(error):
             raise
         raise UserError(f"{problem}: {said(error)}") from None
+
+
+def make_encode(tokenizer: PreTrainedTokenizerBase) -> Encode:
+    """Make what cuts text into token ids, and adds none."""
+    return lambda text: [int(i) for i in tokenizer.encode(text, add_special_tokens=False)]
+
+
+def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
+    """Make what turns token ids into text as they stand, special tokens included."""
+
+    def decode(ids: Sequence[int]) -> str:
+        text = tokenizer.decode(
+            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return decode
+    # ten times faster than the wrapper for a token at a time
+    return lambda ids: backend.decode(list(ids), skip_special_tokens=False)

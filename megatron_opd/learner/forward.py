@@ -71,7 +71,9 @@ def distil_loss(
         if not by_weight:
             weight_N.index_fill_(0, draws.path_T, 1.0)
         # Not used_N as an index: that would ask the device how many there are.
-        used_N = weight_N > 0
+        imitated_N = draws.imitation_weight_B[draws.sample_T[draws.row_N]] > 0
+        used_N = (weight_N > 0) & ~imitated_N
+        weight_N = weight_N.masked_fill(imitated_N, 0.0)
         log_ratio_N = torch.where(used_N, student_N - draws.sampler_logp_N, 0.0)
         compared_T = read.fresh_T & measure_mismatch
         gap_T, k3_T = _path_gap(student_N[draws.path_T], draws, compared_T)

@@ -32,7 +32,8 @@ class SftMicro:
 class MicroCache:
     """Holds what the loss reads of a micro-batch.
 
-    id_N: int64, the cached ids. fresh_T: sampled by the current version. draws: the columns.
+    id_N: int64, the cached ids. fresh_T: sampled by the student, of the current version. draws: the
+    columns.
     """
 
     id_N: torch.Tensor
@@ -144,6 +145,7 @@ def _micro_cache(batch: RankBatch, sequences: Sequence[int], device: torch.devic
         sample_T=sent(host.sample_T, device),
         host=host,
     )
-    fresh_T = sent(batch.version_T[t_index] == batch.version, device)
+    written_T = host.imitation_weight_B[host.sample_T] > 0  # by the teacher: no sampler's log-probs
+    fresh_T = sent((batch.version_T[t_index] == batch.version) & ~written_T, device)
     id_N = sent(batch.ids_N[n_index].astype(np.int64), device)
     return MicroCache(id_N, fresh_T, draws)

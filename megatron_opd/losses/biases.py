@@ -14,6 +14,8 @@ from megatron_opd.config.objectives import DivergenceObjective
 
 def bias_of(objective: Objective, est: Estimator) -> str:
     """Returns all that biases the gradient of an objective, or none."""
+    if objective.imitates:
+        return "none for KL(q || p) over the teacher's answers, at its own prefixes"
     if objective.is_direct(est.use):
         # draws of q take forward KLs alone, in which what q forbids has no share
         return _of_set(objective, est) if est.support.is_set else "none, whatever q covers"

@@ -51,7 +51,8 @@ class Unscored(LossColumns[torch.Tensor, torch.Tensor]):
         """Returns what decides which responses and pairs are read."""
         if self.host is not None:
             return self.host
-        names = ("weight_N", "teacher_logp_N", "reward_weight_B", "teacher_weight_B", "share_B")
+        weights = ("reward_weight_B", "teacher_weight_B", "imitation_weight_B", "share_B")
+        names = ("weight_N", "teacher_logp_N", *weights)
         return HostColumns.of(
             {name: getattr(self, name).cpu().numpy() for name in names},
             row_N=self.row_N.cpu().numpy(),

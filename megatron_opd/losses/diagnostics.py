@@ -55,7 +55,7 @@ def diagnose(
         scored = taught(estimator, cache)
         sums["excluded_ids"] = scored.excluded().double()
         sums |= _divergences(estimator, scored)
-    sums |= _sampler_gap(cache)
+    sums |= _sampler_gap(cache.of_responses(cache.on_host.imitation_weight_B == 0))
     weighed = next((term for term in terms if len(term.importance_n)), None)
     if weighed is not None:
         weight_n = weighed.measure_n

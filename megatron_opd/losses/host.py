@@ -26,7 +26,8 @@ class HostColumns:
     """Holds those columns of losses.cache.Unscored that choose what is read, and what is chosen.
 
     row_N, path_T, sample_T: as there. chosen_N: the pairs that the support selected and the teacher
-    does not exclude. reward_weight_B, teacher_weight_B, share_B: see columns.GroupColumns.
+    does not exclude. reward_weight_B, teacher_weight_B, imitation_weight_B, share_B: see
+    columns.GroupColumns.
     """
 
     row_N: Index
@@ -35,6 +36,7 @@ class HostColumns:
     chosen_N: Bools
     reward_weight_B: npt.NDArray[np.float64]
     teacher_weight_B: npt.NDArray[np.float64]
+    imitation_weight_B: npt.NDArray[np.float64]
     share_B: npt.NDArray[np.float64]
 
     @classmethod
@@ -49,6 +51,7 @@ class HostColumns:
             chosen_N=(columns["weight_N"] > 0) & (columns["teacher_logp_N"] != -np.inf),
             reward_weight_B=columns["reward_weight_B"],
             teacher_weight_B=columns["teacher_weight_B"],
+            imitation_weight_B=columns["imitation_weight_B"],
             share_B=columns["share_B"],
         )
 
@@ -68,6 +71,7 @@ class HostColumns:
             chosen_N=self.chosen_N[kept_N],
             reward_weight_B=self.reward_weight_B[kept_B],
             teacher_weight_B=self.teacher_weight_B[kept_B],
+            imitation_weight_B=self.imitation_weight_B[kept_B],
             share_B=self.share_B[kept_B],
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from megatron_opd.config.estimator import Estimator
-from megatron_opd.config.objective import CustomObjective, Objective
+from megatron_opd.config.objective import CustomObjective, Objective, SftOnTeacher
 from megatron_opd.config.objectives import (
     DivergenceObjective,
     Gepo,
@@ -162,6 +162,11 @@ def group_reward(config: Gepo, est: Estimator, cache: Cache, limit: Limit) -> Te
     return _penalised(term, config.kl, actions)
 
 
+def cross_entropy(config: SftOnTeacher, est: Estimator, cache: Cache, limit: Limit) -> TermLoss:
+    """Compute -log p_t of the tokens of a response that the teacher wrote."""
+    return unweighed(-cache.path().student_n)
+
+
 def _trusted_by_token(
     config: TrustConfig, cache: Cache, log_r_B: torch.Tensor, logp_T: torch.Tensor, limit: Limit
 ) -> tuple[torch.Tensor, Trusted]:
@@ -186,6 +191,7 @@ TERMS: dict[type[Objective], Callable[[Any, Estimator, Cache, Limit], TermLoss]]
     RewardObjective: token_reward,
     Gspo: sequence_reward,
     Gepo: group_reward,
+    SftOnTeacher: cross_entropy,
 }
 
 

@@ -1,6 +1,7 @@
 """Decides which responses a term of the loss reads, and how much each of them weighs.
 
-A term from rewards weighs a response by reward_weight_B, every other term by teacher_weight_B. A
+A term from rewards weighs a response by reward_weight_B, one that learns what the teacher wrote by
+imitation_weight_B, every other term by teacher_weight_B. A
 response of weight 0 is not there for the term: neither its statistics nor a teacher score that was
 never asked for (NaN) can reach it. One that no term reads does not count in the loss's mean.
 """
@@ -34,9 +35,16 @@ class ResponseWeights(Protocol[Array]):
         """Returns what multiplies the other terms."""
         ...
 
+    @property
+    def imitation_weight_B(self) -> Array:
+        """Returns what multiplies the terms that learn what the teacher wrote."""
+        ...
+
 
 def weight_of(objective: Objective, groups: ResponseWeights[Array]) -> Array:
     """Return float [B], what a term of this objective is multiplied with on each response."""
+    if objective.imitates:
+        return groups.imitation_weight_B
     return groups.reward_weight_B if objective.reads_reward else groups.teacher_weight_B
 
 

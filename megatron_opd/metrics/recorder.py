@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from megatron_opd.config.objective import Credit
+from megatron_opd.metrics.alignment import alignment_columns
 from megatron_opd.metrics.cache_size import CacheSizes
 from megatron_opd.metrics.observers import RunObserver
 from megatron_opd.metrics.rewards import RewardStats
@@ -273,7 +274,7 @@ def batch_columns(
     first_uid, last_uid: of its samples. Batches are cut in order, so those of a run do not overlap:
     no sample is trained on twice. masked_samples: whose tokens carry no loss.
     samples_without_teacher: for which no teacher was asked. teacher_staleness_*: of teachers that
-    follow the student, over samples.
+    follow the student, over samples. aligned_*: of a teacher of another tokenizer.
     """
     staleness, cache, rewards = StalenessCounts(), CacheSizes(), RewardStats(group_size, credit)
     staleness.add(batch)
@@ -300,6 +301,7 @@ def batch_columns(
         "distinct_ids_per_token": cache.distinct_ids_per_token,
         "cache_bytes_per_token": cache.bytes_per_token,
         **teacher_staleness(batch),
+        **alignment_columns(batch.samples),
         **turn_columns(rollouts),
         **(credit_columns(batch.samples, group_size) if credit == "turn" else {}),
     }

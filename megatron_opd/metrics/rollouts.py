@@ -70,10 +70,12 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
     read it, None where that is the same or not known. given: (t, text), what the
     student was given in front of its token t, the prompt excepted. tokens: texts of the T sampled
     tokens, whose concatenation is the response. sampler_logp, teacher_logp: nats by token;
-    teacher_logp is None where no teacher was asked. spans: (version, start, stop) covering [0, T).
+    teacher_logp is None where no teacher was asked, and None of a token that a teacher of another
+    tokenizer has not scored. spans: (version, start, stop) covering [0, T).
     staleness_versions: of the oldest token. turns: of a trajectory with an environment, and
     played_s, the seconds from its beginning to its end; none and None of others. teacher_version:
-    see Sample.
+    see Sample. chunked: teacher_logp is sampler_logp and the log-ratio of the token's chunk
+    (scoring.alignment).
     """
 
     update: int
@@ -95,8 +97,9 @@ class RolloutRow(msgspec.Struct, frozen=True, kw_only=True):
     played_s: float | None = None
     tokens: list[str]
     sampler_logp: list[float]
-    teacher_logp: list[float] | None
+    teacher_logp: list[float | None] | None
     teacher_version: int | None = None
+    chunked: bool = False
 
 
 class RolloutRecord(RunObserver):
@@ -108,6 +111,7 @@ class RolloutRecord(RunObserver):
         per_update: samples of a batch to record, and the most dropped samples between two updates.
         fetch: asks for the arrays of what a data worker holds.
         updates: those that earlier processes of a resumed run made.
+        decode_teacher: the same for ids of a teacher of another tokenizer; None: there is none.
     """
 
     def __init__(
@@ -117,11 +121,13 @@ class RolloutRecord(RunObserver):
         per_update: int,
         fetch: Fetch | None = None,
         updates: int = 0,
+        decode_teacher: Decode | None = None,
     ) -> None:
         self._updates = updates
         self._fetch = fetch
         self._file = RowFile(path)
         self._decode, self._per_update = decode, per_update
+        self._decode_teacher = decode_teacher or decode
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rollouts")
         self._begun: deque[Future[None]] = deque()
         self._asked: deque[Future[Rollout | Sample]] = deque()
@@ -199,7 +205,8 @@ class RolloutRecord(RunObserver):
             if arrays is not None:
                 with suppress(SamplesLost, CancelledError):
                     found = arrays.result()
-            row = make_row(found, uid, update, now_s, self._decode, version, drop)
+            decoders = (self._decode, self._decode_teacher)
+            row = make_row(found, uid, update, now_s, decoders, version, drop)
             self._file.append(msgspec.json.encode(row) + b"\n")
 
         self._begun.append(self._thread.submit(write))
@@ -224,16 +231,22 @@ def make_row(
     uid: int,
     update: int,
     now_s: float,
-    decode: Decode,
+    decoders: tuple[Decode, Decode],
     version: int | None,
     drop: tuple[str, str] | None,
 ) -> RolloutRow:
-    """Make the row of a sample; version and drop as in RolloutRow: one of them is None."""
+    """Make the row of a sample; version and drop as in RolloutRow: one of them is None.
+
+    decoders: of the student's ids and of its teacher's.
+    """
+    decode, decode_teacher = decoders
     sample = seen if isinstance(seen, Sample | HeldSample) else None
     rollout = seen.rollout if isinstance(seen, Sample | HeldSample) else seen
     prompt = rollout.prompt if isinstance(rollout, Rollout | HeldRollout) else rollout
     reason, detail = drop if drop is not None else (None, None)
     own_Q = None if prompt is None else prompt.teacher_ids_Q
+    if isinstance(rollout, Rollout) and rollout.teacher_given:
+        own_Q = rollout.teacher_given[0]
     row = RolloutRow(
         update=update,
         uid=uid,
@@ -248,7 +261,7 @@ def make_row(
         unix_time_s=round(now_s, 3),
         spans=[],
         prompt=None if prompt is None else decode(prompt.token_ids_P.tolist()),
-        teacher_prompt=None if own_Q is None else decode(own_Q.tolist()),
+        teacher_prompt=None if own_Q is None else decode_teacher(own_Q.tolist()),
         given=[],
         tokens=[],
         sampler_logp=[],
@@ -276,7 +289,8 @@ def make_row(
         played_s=_seconds(rollout.finished_s - rollout.started_s) if rollout.turns else None,
         tokens=token_texts(decode, rollout.response_ids_T.tolist()),
         sampler_logp=_rounded(rollout.draws.sampler_logp_N[path_T]),
-        teacher_logp=_scores(sample.teacher_logp_N[path_T]) if isinstance(sample, Sample) else None,
+        teacher_logp=_scores(sample) if isinstance(sample, Sample) else None,
+        chunked=isinstance(sample, Sample) and sample.chunked,
     )
 
 
@@ -319,9 +333,15 @@ def given_texts(decode: Decode, rollout: Rollout) -> list[tuple[int, str]]:
     return found
 
 
-def _scores(logp_T: FloatArray) -> list[float] | None:
-    """Return the scores; None where no teacher was asked, which NaN stands for."""
-    return None if np.isnan(logp_T).all() else _rounded(logp_T)
+def _scores(sample: Sample) -> list[float | None] | None:
+    """Return the scores of the sampled tokens; None where no teacher was asked."""
+    if not sample.has_scores:
+        return None
+    found = _rounded(sample.teacher_logp_N[sample.rollout.draws.path_T])
+    if sample.aligned is None:
+        return [*found]
+    scored = sample.aligned.scored_T.tolist()
+    return [each if has else None for each, has in zip(found, scored, strict=True)]
 
 
 def _rounded(logp_T: FloatArray) -> list[float]:

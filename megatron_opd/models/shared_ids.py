@@ -15,9 +15,11 @@ from megatron_opd.models.spec import read_model_spec, read_text_config
 def num_shared_ids(config: Config) -> int | None:
     """Return how many ids are used where the student has more than a teacher; None: all.
 
+    All where the teacher's are others (scoring.alignment).
+
     What cannot be read here cuts nothing: who needs it says so.
     """
-    if not config.estimator.reads_teacher:
+    if not config.estimator.reads_teacher or config.scoring.alignment is not None:
         return None
     try:
         rows = read_model_spec(config.student.model).vocab_size

@@ -37,7 +37,8 @@ class GroupColumns(Generic[Float64s]):
     advantage_B: 0 when no reward is read, or those of turns are. group_log_q_B: log of GEPO's
     Eq. 11, 0 when unused. defensive_B: in [0, 1], eps of GEPO's Eq. 15, 0 when unused.
     reward_weight_B, teacher_weight_B: multiply the terms from rewards, and the other terms, on this
-    sequence; >= 0, and 0 leaves it out (losses/weights.py). share_B: the part of its sample's
+    sequence; >= 0, and 0 leaves it out (losses/weights.py). imitation_weight_B: those that learn
+    what the teacher wrote; 0 for all that the student wrote. share_B: the part of its sample's
     sampled tokens that this sequence holds, in (0, 1]; those of a sample add up to 1.
     """
 
@@ -46,6 +47,7 @@ class GroupColumns(Generic[Float64s]):
     defensive_B: Float64s
     reward_weight_B: Float64s
     teacher_weight_B: Float64s
+    imitation_weight_B: Float64s
     share_B: Float64s
 
 

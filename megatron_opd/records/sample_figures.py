@@ -75,3 +75,18 @@ def joined_parts(some: ScoreParts, others: ScoreParts) -> ScoreParts:
     return tuple(
         (name, shape.joined(other)) for (name, shape), (_, other) in zip(some, others, strict=True)
     )
+
+
+@dataclass(frozen=True, slots=True)
+class AlignedScores:
+    """Holds what the learner does not read of the scores of a teacher with another tokenizer.
+
+    scored_T: uint8 [T], 1 where the sampled token has a score, of its own or of its chunk's; the
+    others' is the sampler's log-prob, and weighs nothing. own_R: float32 [R], log q of the
+    teacher's own tokens. chunked: a token's score is the sampler's log-prob and the log-ratio of
+    its chunk.
+    """
+
+    scored_T: npt.NDArray[np.uint8]
+    own_R: npt.NDArray[np.float32]
+    chunked: bool = False

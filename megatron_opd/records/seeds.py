@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 ROLLOUT, SCORE, EVALUATION = "rollout", "score", "evaluation"
-HEALTH, LEAK = "health", "leak"
+HEALTH, LEAK, WRITING = "health", "leak", "writing"
 ENVIRONMENT, USER = "environment", "user"
 MIXTURE, CURRICULUM = "mixture", "curriculum"
 

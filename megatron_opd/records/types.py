@@ -27,7 +27,7 @@ import numpy.typing as npt
 from megatron_opd.records.branches import Branch
 from megatron_opd.records.mixtures import Shares
 from megatron_opd.records.runs import SampledRun, last_turn_of
-from megatron_opd.records.sample_figures import CacheSize, ScoreParts, ScoreShape
+from megatron_opd.records.sample_figures import AlignedScores, CacheSize, ScoreParts, ScoreShape
 from sglang_bridge.columns import arrays_of
 from sglang_bridge.protocol import DrawCache
 
@@ -143,7 +143,8 @@ class Rollout:
     input of the model visited when it was last computed in the fleet; None unless asked for.
     gates_XLk: float32, the weights that these experts' outputs were multiplied with then, in the
     same order; None unless asked for. reward: of its environment; None: it gave none. turns: what
-    the environment did; none without one.
+    the environment did; none without one. teacher_given: int32 [G] for each run, what its teacher
+    reads in front of it instead of what the student was given; none: the same.
     """
 
     prompt: Prompt
@@ -160,6 +161,7 @@ class Rollout:
     gates_XLk: GateArray | None = None
     reward: float | None = None
     turns: tuple[TurnFigures, ...] = ()
+    teacher_given: tuple[IntArray, ...] = ()
 
     @property
     def last_turn_ids(self) -> IntArray:
@@ -252,7 +254,8 @@ class Sample:
     None without a verifier or an answer. overlong_penalty: <= 0, added to the reward in advantages.
     masked: its tokens carry no loss. teacher_version: of the weights that scored it, counted as the
     student's; None: no teacher was asked, or it has one version alone. parts: the scores of
-    each teacher of a mixture, by name.
+    each teacher of a mixture, by name. aligned: of a teacher of another tokenizer; None: it is the
+    student's.
     """
 
     rollout: Rollout
@@ -262,11 +265,17 @@ class Sample:
     masked: bool = False
     teacher_version: int | None = None
     parts: ScoreParts = ()
+    aligned: AlignedScores | None = None
 
     @property
     def has_scores(self) -> bool:
         """Tell whether a teacher was asked."""
         return len(self.teacher_logp_N) > 0 and not bool(np.isnan(self.teacher_logp_N[0]))
+
+    @property
+    def chunked(self) -> bool:
+        """Tell whether scores are log-ratios of chunks; see AlignedScores."""
+        return self.aligned is not None and self.aligned.chunked
 
     @property
     def cache(self) -> CacheSize:
@@ -279,9 +288,14 @@ class Sample:
         )
 
     def scores(self, vocab_size: int) -> ScoreShape | None:
-        """Describe the teacher's scores of the path, None without. vocab_size: of the teacher."""
+        """Describe the teacher's scores of the path, None without. vocab_size: of the teacher.
+
+        Of a teacher of another tokenizer those of its own tokens.
+        """
         if not self.has_scores:
             return None
+        if self.aligned is not None:
+            return ScoreShape.of(self.aligned.own_R, vocab_size)
         shape = ScoreShape.of(self.teacher_logp_N[self.rollout.draws.path_T], vocab_size)
         return replace(shape, parts=self.parts) if self.parts else shape
 

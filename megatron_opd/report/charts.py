@@ -108,6 +108,12 @@ TEACHER = (
     ),
     Chart("Scores near uniform", ("teacher_near_uniform_fraction",)),
     Chart(
+        "Aligned with the teacher's tokens",
+        ("aligned_token_fraction", "aligned_mass_fraction"),
+        "Share of the sampled tokens, and of the student's probability, that a teacher of another "
+        "tokenizer has scored.",
+    ),
+    Chart(
         "Overlap with the teacher",
         ("health_topk_overlap", "health_teacher_mass"),
         "Share of the teacher's likeliest ids that are among the student's, and the probability "

@@ -9,16 +9,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 
+import msgspec
 import numpy as np
 
+from megatron_opd.buffer.rejection import ScoreRejected
+from megatron_opd.config.alignment import Unaligned
 from megatron_opd.records.columns import DoubleArray
 from megatron_opd.records.sequences import single_turn
 from megatron_opd.records.types import IntArray, Prompt
-from megatron_opd.rollout.score_requests import behind, score_request
+from megatron_opd.rollout.alignment.reading import Reader
+from megatron_opd.rollout.alignment.scoring import aligned_ask, aligned_scores
+from megatron_opd.rollout.score_requests import TeacherAsk, behind, score_request
+from megatron_opd.rollout.scores import unscored
 from megatron_opd.rollout.teacher_guard import ProbedServer
+from sglang_bridge.arrays import pack
 from sglang_bridge.errors import BadReply
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest
 from sglang_bridge.retry import Backoff, retried
@@ -53,7 +60,8 @@ class FirstResponse:
 class FirstScores:
     """Compares the student's log-probs with a teacher's at sampled tokens, in nats.
 
-    gaps: log p - log q of each response, [T]. ended: whether its last token is an end. spread_nats:
+    gaps: log p - log q of each response, [T]; NaN: a token without a score, of a teacher with
+    another tokenizer. ended: whether its last token is an end. spread_nats:
     mean difference of two of the teacher's servers, of those that differ most; None: it has one.
     """
 
@@ -70,12 +78,17 @@ class FirstScores:
         ]
         first = [gap[:1] for gap in self.gaps]
         parts = {"first tokens": first, "end tokens": ends, "inside": inside}
-        return {name: np.concatenate([np.zeros(0), *part]) for name, part in parts.items()}
+        return {name: _scored([np.zeros(0), *part]) for name, part in parts.items()}
 
     @property
     def mean_nats(self) -> float:
-        """Returns the mean absolute difference at a token."""
-        return float(np.abs(np.concatenate(self.gaps)).mean())
+        """Returns the mean absolute difference at a token; NaN where none has a score."""
+        return float(np.abs(_scored(self.gaps)).mean()) if self.scored_share else float("nan")
+
+    @property
+    def scored_share(self) -> float:
+        """Returns the share of tokens that have a score."""
+        return len(_scored(self.gaps)) / sum(map(len, self.gaps))
 
     def borders(self) -> list[tuple[str, float, float]]:
         """Return the borders that carry the divergence: name, share of it, and nats a token."""
@@ -99,6 +112,8 @@ class FirstScores:
             f"{role}: {len(self.gaps)} first responses of the student, {tokens} tokens: log-probs "
             f"differ by {self.mean_nats:.2g} nats a token"
         )
+        if self.scored_share < 1:
+            said += f", at the {self.scored_share:.0%} of them that have a score"
         if self.spread_nats is not None:
             said += f", those of its servers by {self.spread_nats:.2g} among themselves"
         lines = [said]
@@ -157,18 +172,59 @@ async def first_responses(
     return list(await asyncio.gather(*(one(n, prompt) for n, prompt in enumerate(prompts))))
 
 
+def _scored(gaps: Sequence[DoubleArray]) -> DoubleArray:
+    """Return those of the tokens that have a score."""
+    whole = np.concatenate(gaps)
+    return whole[~np.isnan(whole)]
+
+
+@dataclass(frozen=True, slots=True)
+class FirstReading:
+    """Says how a teacher of another tokenizer scores."""
+
+    reader: Reader
+    unaligned: Unaligned
+
+
 async def first_scores(
-    servers: Sequence[ProbedServer], responses: Sequence[FirstResponse], ask: FirstAsk
+    servers: Sequence[ProbedServer],
+    responses: Sequence[FirstResponse],
+    ask: FirstAsk,
+    reading: FirstReading | None = None,
 ) -> FirstScores:
-    """Let every server of a teacher score responses. Raises BridgeError."""
+    """Let every server of a teacher score responses. Raises BridgeError.
+
+    reading: of a teacher of another tokenizer; None: it has the student's.
+    """
 
     async def scored(server: ProbedServer, index: int, response: FirstResponse) -> DoubleArray:
+        if reading is not None:
+            return await aligned(server, f"{ask.name}-{index}", response, reading)
         rollout = single_turn(response.prompt, response.ids_T, response.draws, ())
         own_Q = response.prompt.teacher_ids_Q
         read = rollout if own_Q is None else behind(rollout, own_Q)
         request = score_request(f"{ask.name}-{index}", read, ask.temperature, exact=True)
         reply = await retried(lambda _: server.score(request), ask.backoff)
         return reply.logp_N[response.draws.path_T].astype(np.float64)
+
+    async def aligned(
+        server: ProbedServer, rid: str, response: FirstResponse, reading: FirstReading
+    ) -> DoubleArray:
+        draws = replace(response.draws, weight_N=np.ones_like(response.draws.weight_N))
+        sample = unscored(single_turn(response.prompt, response.ids_T, draws, ()))
+        own_Q = response.prompt.teacher_ids_Q
+        assert own_Q is not None, "a teacher of another tokenizer reads its own ids"
+        one = TeacherAsk(rid, ask.temperature, 0, 0, None, 0, pack(own_Q))
+        try:
+            asked = aligned_ask(sample, reading.reader, one)
+            request = msgspec.structs.replace(asked.request, exact=True)
+            reply = await retried(lambda _: server.score(request), ask.backoff)
+            found = aligned_scores(sample, asked, reply, reading.unaligned)
+        except ScoreRejected:  # none of it has a score
+            return np.full(len(response.ids_T), np.nan)
+        assert found.aligned is not None, "they are aligned scores"
+        logq_T = found.teacher_logp_N[found.rollout.draws.path_T].astype(np.float64)
+        return np.where(found.aligned.scored_T, logq_T, np.nan)
 
     found = await asyncio.gather(
         *(
@@ -177,7 +233,7 @@ async def first_scores(
         )
     )
     by_server = [np.concatenate(each) for each in found]
-    spreads = [float(np.abs(a - b).mean()) for a, b in combinations(by_server, 2)]
+    spreads = [float(np.abs(_scored([a - b])).mean()) for a, b in combinations(by_server, 2)]
     gaps = tuple(each.logp_T - logq_T for each, logq_T in zip(responses, found[0], strict=True))
     ended = tuple(each.ended for each in responses)
     return FirstScores(gaps, ended, max(spreads) if spreads else None)

@@ -27,6 +27,7 @@ from megatron_opd.records.drops import (
     TEACHER_UNAVAILABLE,
     TEACHER_UNREACHABLE,
 )
+from megatron_opd.records.imitation import is_imitated
 from megatron_opd.records.mixtures import Shares
 from megatron_opd.records.sample_figures import ScoreShape
 from megatron_opd.records.seeds import SCORE, derived_seed
@@ -36,8 +37,13 @@ from megatron_opd.records.types import (
     AnySample,
     HeldRollout,
     HeldSample,
+    IntArray,
+    Rollout,
     Sample,
+    rollout_here,
 )
+from megatron_opd.rollout.alignment.reading import Reader
+from megatron_opd.rollout.alignment.scoring import aligned_ask, aligned_scores
 from megatron_opd.rollout.mixing import Blend, asks_of
 from megatron_opd.rollout.overlong import CUT, judged_length
 from megatron_opd.rollout.score_requests import TeacherAsk, asked_of
@@ -89,6 +95,7 @@ class FleetScorer:
         reward: the verifier, called once for every rollout.
         elsewhere: scores what a data worker holds, in one try at one of a fleet's servers.
         versions: of the teachers whose weights change; a sample is scored by one of them.
+        reader: of a teacher of another tokenizer; None: it reads the student's ids.
     """
 
     def __init__(
@@ -100,8 +107,9 @@ class FleetScorer:
         reward: Reward | None = None,
         elsewhere: Elsewhere | None = None,
         versions: Mapping[Role, ChangingWeights] | None = None,
+        reader: Reader | None = None,
     ) -> None:
-        self._config, self._vocab_size = config, vocab_size
+        self._config, self._vocab_size, self._reader = config, vocab_size, reader
         roles = answering(config)
         self._fleets = {name: fleets[role] for name, role in roles.items()}
         changing = {} if versions is None else versions
@@ -114,19 +122,24 @@ class FleetScorer:
         theirs = estimator.support.owner == "teacher"
         self._num_atoms = estimator.support.num_atoms(vocab_size) if theirs else 0
         self._num_draws = estimator.support.num_draws if theirs else 0
+        share, size = estimator.imitated_share, config.rollout.group_size
+        self._written = partial(is_imitated, group_size=size, share=share)
         self._backoff = Backoff(config.scoring.attempts)
 
     async def score(self, rollout: AnyRollout) -> AnySample:
         """Return a Sample with log q of every id in rollout.draws, and the reward.
 
         Raises ScoreRejected. No teacher is asked where no loss would read its scores. Where the
-        support is the teacher's, its selection replaces rollout.draws.
+        support is the teacher's, its selection replaces rollout.draws. What the teacher wrote is
+        neither scored nor judged.
         """
         limit = rollout.prompt.max_new_tokens or self._config.rollout.max_new_tokens
         if self._config.environment is not None:
             most = self._config.rollout.max_new_tokens
             limit = trajectory_limits(self._config.environment, most).most_sampled
         length = judged_length(self._config.selection.overlong, rollout, limit)
+        if self._written(rollout.prompt.uid):
+            return unscored(rollout_here(rollout), masked=length.masked)
         reward, prompt = await self._judged(rollout), rollout.prompt
         needed = self._needs_teacher(prompt.reward_weight, prompt.teacher_weight)
         asks = needed and not length.masked
@@ -175,12 +188,23 @@ class FleetScorer:
         return with_scores(sample, [task.result() for task in tasks])
 
     async def _scored_sequence(self, part: Sample, sequence: int) -> Sample:
+        if self._reader is not None:
+            return await self._aligned(part, self._reader)
         blend = Blend(part)
         for ask in self._asks(part.rollout, sequence):
             fleet, request = self._fleets[ask.teacher], asked_of(blend.part.rollout, ask)
             reply = await self._answered(lambda _, fleet=fleet, asked=request: fleet.score(asked))
             blend = blend.after(ask, request, reply)
         return blend.part
+
+    async def _aligned(self, sample: Sample, reader: Reader) -> Sample:
+        """Return the sample with the scores of a teacher that reads it in other tokens."""
+        alignment = self._config.scoring.alignment
+        assert alignment is not None, "a reader is made for it"
+        (ask,) = self._asks(sample.rollout, 0)
+        fleet, asked = self._fleets[ask.teacher], aligned_ask(sample, reader, ask)
+        reply = await self._answered(lambda _: fleet.score(asked.request))
+        return aligned_scores(sample, asked, reply, alignment.unaligned)
 
     async def _scored_there(self, rollout: HeldRollout) -> tuple[HeldRollout, ScoreShape]:
         """Let the data worker that holds the rollout ask the teachers, a sequence at a time."""
@@ -206,7 +230,9 @@ class FleetScorer:
     def _asks(self, rollout: AnyRollout, sequence: int) -> list[TeacherAsk]:
         """Return what the teachers of a sequence are asked, in order."""
         uid, of = rollout.prompt.uid, () if sequence == 0 else (sequence,)
-        own_Q = rollout.prompt.teacher_ids_Q
+        own_Q, between = rollout.prompt.teacher_ids_Q, list[IntArray]()
+        if isinstance(rollout, Rollout) and rollout.teacher_given:
+            own_Q, *between = rollout.teacher_given
         ask = TeacherAsk(
             "-".join([self._run_id, "score", *map(str, (uid, *of))]),
             self._config.scoring.temperature,
@@ -215,6 +241,7 @@ class FleetScorer:
             derived_seed(self._config.run.seed, SCORE, uid, *of),
             self._vocab_size,
             None if own_Q is None else pack(own_Q),
+            tuple(map(pack, between)),
         )
         return asks_of(rollout.prompt.shares, ask)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -18,6 +19,8 @@ from megatron_opd.environments.failed import EnvironmentFailed, HostLost
 from megatron_opd.environments.play import Played, TurnSample
 from megatron_opd.environments.playing import Playing
 from megatron_opd.environments.protocol import row_of
+from megatron_opd.environments.teacher_reading import TeacherReader
+from megatron_opd.records.drops import ENVIRONMENT_BAD_REPLY
 from megatron_opd.records.seeds import ENVIRONMENT, derived_seed
 from megatron_opd.records.sequences import end_to_end, joined_draws
 from megatron_opd.records.turns import NotReplayed, SampledTurn, turns_here
@@ -44,6 +47,7 @@ class TrajectoryGenerator:
         playing: runs the trajectories.
         run_seed: of what is random in environments, with a prompt's uid.
         hold: holds turns back during a weight sync; None: they go on with the new weights.
+        readers: of the teachers that read what is given otherwise than the student, by name.
     """
 
     def __init__(
@@ -53,9 +57,11 @@ class TrajectoryGenerator:
         playing: Playing,
         run_seed: int,
         hold: TurnHold | None = None,
+        readers: Mapping[str, TeacherReader] | None = None,
     ) -> None:
         self._turns, self._fleet = turns, fleet
         self._playing, self._hold, self._seed = playing, hold, run_seed
+        self._readers = {} if readers is None else readers
         self._under_way: dict[int, _TurnSampler] = {}
 
     async def generate(self, prompt: Prompt) -> Rollout:
@@ -112,7 +118,15 @@ class TrajectoryGenerator:
         if sampler.left:
             raise NotReplayed(f"it ended after {len(played.turns)} of {sampler.num_kept} turns")
         finished_s = asyncio.get_running_loop().time()
-        return as_trajectory(prompt, played, sampler.turns, begun_s, finished_s)
+        found = as_trajectory(prompt, played, sampler.turns, begun_s, finished_s)
+        reader = self._readers.get(prompt.teacher)
+        if reader is None:
+            return found
+        try:
+            return replace(found, teacher_given=reader.given(played))
+        except ValueError as error:
+            detail = f"{prompt.row_id}: teacher {prompt.teacher} cannot read it: {error}"
+            raise RolloutRejected(ENVIRONMENT_BAD_REPLY, detail) from error
 
     async def _sampled(self, prompt: Prompt, follows: TurnStart) -> SampledTurn:
         return await self._turns.turn(self._fleet, prompt, follows, self._hold)

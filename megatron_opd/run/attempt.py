@@ -247,8 +247,9 @@ def _observers(
     if metrics.rollouts:
         fetch = None if up.pool is None else up.pool.fetch
         updates = state_of(beginning.resumed).updates
-        path = run_dir.rollouts
-        found.append(RolloutRecord(path, prepared.decode, metrics.rollouts, fetch, updates))
+        theirs = None if prepared.other is None else prepared.other.decode
+        path, most = run_dir.rollouts, metrics.rollouts
+        found.append(RolloutRecord(path, prepared.decode, most, fetch, updates, theirs))
     found.append(recorder)
     if metrics.progress:
         display = make_display(ready.console)

@@ -9,8 +9,9 @@ from megatron_opd.config.schema import Config
 from megatron_opd.controller.ports import Keeper, TakeState
 from megatron_opd.environments.playing import Playing
 from megatron_opd.evaluation.evaluations import Evaluations, Surroundings
-from megatron_opd.evaluation.ports import CompletionPort, FleetPort
+from megatron_opd.evaluation.ports import CompletionPort, FleetPort, RespellingPort
 from megatron_opd.evaluation.sets import evaluated_sets
+from megatron_opd.inputs.other_tokenizer import read_by_teacher
 from megatron_opd.inputs.prepared import Prepared
 from megatron_opd.metrics.observers import RunObserver
 from megatron_opd.metrics.types import Depths, WeightSyncReport
@@ -30,8 +31,12 @@ class EvaluatedVersions(RunObserver):
 
 
 def port_of(config: Config, prepared: Prepared, role: Role, fleet: Fleet) -> CompletionPort:
-    """Return what samples completions from a role's servers."""
-    return FleetPort(fleet, config.rollout.attempts, prepared.ends[role].ids)
+    """Return what samples completions from a role's servers, in the student's ids."""
+    port, other = FleetPort(fleet, config.rollout.attempts, prepared.ends[role].ids), prepared.other
+    if role == STUDENT or other is None:
+        return port
+    read = read_by_teacher([each for own in prepared.heldout.values() for each in own])
+    return RespellingPort(port, read, other.respelt, prepared.ends[STUDENT].ids)
 
 
 def evaluations_before(

@@ -17,8 +17,10 @@ from megatron_opd.data_workers.played import PlayedByWorkers
 from megatron_opd.data_workers.pool import WorkerPool
 from megatron_opd.data_workers.reward import make_reward
 from megatron_opd.environments.playing import Playing
+from megatron_opd.fleet.bill import billed
 from megatron_opd.fleet.supervisor import Supervisor
 from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.imitation import ImitatingGenerator, StudentIds
 from megatron_opd.rollout.resumed import ResumeCounts, ResumedTrajectories
 from megatron_opd.rollout.scorer import ChangingWeights, FleetScorer
 from megatron_opd.rollout.student_share import StudentShare
@@ -99,17 +101,38 @@ class OwnServers:
         if share is not None:
             student = fleets[STUDENT]
             versions[STUDENT] = StudentShare(self._live, share, lambda: student.in_flight)
-        scorer = FleetScorer(config, fleets, vocab_size, run_id, reward, score, versions)
+        reader = None if prepared.other is None else prepared.other.reader
+        scorer = FleetScorer(config, fleets, vocab_size, run_id, reward, score, versions, reader)
         hold, seed = Rollouts(config.schedule.in_flight, self.weights), config.run.seed
         if config.environment is not None and pool is not None:
             slots, rules = config.rollout.concurrency, PlayedRules.of(config, vocab_size)
             played = PlayedByWorkers(pool, fleets[STUDENT], slots, hold, rules)
         elif self._playing is not None:
-            played = TrajectoryGenerator(sampler, fleets[STUDENT], self._playing, seed, hold)
+            playing, readers = self._playing, prepared.readers
+            student = fleets[STUDENT]
+            played = TrajectoryGenerator(sampler, student, playing, seed, hold, readers)
+        elif config.estimator.imitation is not None:
+            return Engines(self._imitating(sampler, run_id), scorer)
         else:
             return Engines(sampler, scorer)
         trajectories = ResumedTrajectories(played, self.resumed)
         return Engines(trajectories, scorer, hold, trajectories)
+
+    def _imitating(self, sampler: RolloutGenerator, run_id: str) -> ImitatingGenerator:
+        """Return what has the teachers answer their share of the prompts."""
+        prepared, students = self._prepared, self._fleets[STUDENT]
+        ids = StudentIds(
+            prepared.student.vocab_size,
+            prepared.encode,
+            prepared.ending.token_ids,
+            prepared.ends[STUDENT].written,
+        )
+        teachers = {name: self._fleets[role] for name, role in teacher_roles(self._config).items()}
+
+        def version() -> int:
+            return max((each.version or 0 for each in students.servers()), default=0)
+
+        return ImitatingGenerator(self._config, sampler, teachers, ids, version, run_id)
 
     async def start_over(self, state: ControllerState) -> None:
         """Prepare for another learner. WeightSyncFailed: too few servers are left."""
@@ -133,8 +156,8 @@ class OwnServers:
             await self.weights.restore_memory(tuple(outliving))
 
     def columns(self) -> Mapping[str, Any]:
-        """Return no columns of its own."""
-        return {}
+        """Return what teachers cost that are paid for by the token."""
+        return billed(self._config, self._fleets)
 
     def summary(self) -> None:
         """Return None: there are no sites."""

@@ -29,6 +29,11 @@ def check_trajectories(config: Config) -> None:
 def check_sources(config: Config) -> list[str]:
     """Check that every teacher has servers; returns lines on what is not predicted. UserError."""
     lines: list[str] = []
+    if config.estimator.imitation is not None:
+        raise UserError(
+            "objective.type must not be sft_on_teacher for a prediction, which knows no teachers "
+            f"that write answers, got {config.objective.type}; leave that term out"
+        )
     for name, role in teacher_roles(config).items():
         source = config.all_teachers[name].source
         if source.student_share is not None:

@@ -188,7 +188,7 @@ class RolloutIndex:
 
 
 def mean_gap(row: RolloutRow) -> float:
-    """Return the mean of log p_sampler - log q_teacher by token, in nats; NaN without a teacher.
+    """Return the mean of log p_sampler - log q_teacher by token, in nats; NaN without a score.
 
     The sampled tokens' estimate of the reverse KL. ValueError: the lists differ in length.
     """
@@ -197,9 +197,9 @@ def mean_gap(row: RolloutRow) -> float:
         lengths.add(len(row.teacher_logp))
     if len(lengths) > 1:
         raise ValueError("tokens and log-probs differ in number")
-    if not row.teacher_logp:
-        return NONE
-    return (sum(row.sampler_logp) - sum(row.teacher_logp)) / len(row.tokens)
+    pairs = zip(row.sampler_logp, row.teacher_logp or (), strict=False)
+    gaps = [own - score for own, score in pairs if score is not None]
+    return sum(gaps) / len(gaps) if gaps else NONE
 
 
 def _code(names: list[str], name: str) -> int:

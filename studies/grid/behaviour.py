@@ -116,6 +116,7 @@ def made_up(estimator: Estimator, seed: int) -> Cache:
         defensive_B=torch.tensor(columns.defensive_B),
         reward_weight_B=ones_B,
         teacher_weight_B=ones_B,
+        imitation_weight_B=torch.zeros_like(ones_B),
         share_B=ones_B,
     )
 

@@ -90,6 +90,7 @@ def evaluate_caches(
         defensive_B=unread_B,
         reward_weight_B=torch.ones_like(unread_B),
         teacher_weight_B=torch.ones_like(unread_B),
+        imitation_weight_B=unread_B,
         share_B=torch.ones_like(unread_B),
     )
     return evaluate(ESTIMATOR, cache)

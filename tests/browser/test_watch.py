@@ -214,10 +214,12 @@ def test_tokens_are_coloured_by_what_student_and_teacher_think(tmp_path: Path, o
     )
     append_row(path, row)
     append_row(path, msgspec.structs.replace(row, uid=10, teacher_logp=None))
+    unscored = [None, *row.teacher_logp[1:]]  # by a teacher of another tokenizer
+    append_row(path, msgspec.structs.replace(row, uid=11, teacher_logp=unscored, chunked=True))
     with watching(path) as address:
         page = open_page(address)
         view(page, "rollouts")
-        page.locator(".row").nth(1).click()
+        page.locator(".row").nth(2).click()
         tokens, by = page.locator(".tokens .t"), page.get_by_label("colour tokens by")
         begins = ["", "", " begins", " begins", ""]
 
@@ -245,9 +247,17 @@ def test_tokens_are_coloured_by_what_student_and_teacher_think(tmp_path: Path, o
         expect(inspect).to_contain_text("token 2 of 5")
         expect(page.locator(".spans span")).to_have_text(["v1", "v2", "v3"])
         # without a teacher there is nothing to be compared
-        page.locator(".row").nth(0).click()
+        page.locator(".row").nth(1).click()
         expect(by.locator("option")).to_have_count(2)
         expect(page.locator("#detail")).not_to_contain_text("gap to the teacher")
+        page.locator(".row").nth(0).click()
+        expect(by.locator("option")).to_have_count(3)  # a chunk's score is no probability
+        shown = [f"{each[2]}{mark}" for each, mark in zip(told, begins, strict=True)]
+        assert classes() == ["", *shown[1:]]
+        tokens.nth(0).hover()
+        expect(inspect).to_contain_text("no token of the same bytes here")
+        tokens.nth(1).hover()
+        expect(inspect).to_contain_text("student, of its chunk +2")
 
 
 @pytest.mark.parametrize("size", [DESKTOP, PHONE])

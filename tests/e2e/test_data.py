@@ -41,6 +41,7 @@ from tests.support.figures import bounded
 pytestmark = pytest.mark.e2e
 
 ROWS, BATCH, MOST = 24, 8, 20
+HALVES = "Halve what is left."
 
 
 def write_sources(root: Path) -> list[dict[str, object]]:
@@ -214,7 +215,7 @@ def test_a_student_guesses_turn_by_turn(
             "heldout": str(held_out),
             "chat_template": True,
         },
-        **arithmetic,
+        **arithmetic | {"teacher": {**arithmetic["teacher"], "system_prompt": HALVES}},
         environment=GAME | {"credit": "turn"},
         schedule={"in_flight": "keep"},
         objective={"type": "mixture", "terms": mixture},
@@ -241,6 +242,8 @@ def test_a_student_guesses_turn_by_turn(
     assert all(row["reward"] in (0.0, 1.0, None) for row in trained)
     for row in trained:
         assert len(row["teacher_logp"]) == len(row["tokens"])
+        assert row["teacher_prompt"].count(HALVES) == 1
+        assert row["teacher_prompt"].endswith(row["prompt"])
         assert all(len(versions) == 1 for versions in versions_of_turns(row)), "each is finished"
     evaluated = [json.loads(line) for line in (done.run_dir / "evaluations.jsonl").open()]
     assert [row["update"] for row in evaluated] == [0, 1, 2]
@@ -346,3 +349,45 @@ def test_agents_with_the_openai_package_some_of_which_are_slow(
     assert len(rows) == 24
     for row in rows:
         assert all(len(versions) == 1 for versions in versions_of_turns(row)), "or thrown away"
+
+
+def test_a_teacher_of_somebody_else_scores_and_writes(
+    inputs: Path, tmp_path: Path, arithmetic: Sections, start: Callable[..., Running]
+):
+    """Asked through SGLang's own routes; it answers a quarter of the prompts, and scores."""
+    written = {"type": "sft_on_teacher", "share": 0.25, "temperature": 0.0}
+    config = write_config(
+        inputs,
+        tmp_path,
+        run={"max_steps": 3},
+        data={"train": str(ARITHMETIC / "train.jsonl"), "heldout": None, "task": "arithmetic"},
+        student=arithmetic["student"],
+        teacher=arithmetic["teacher"] | {"api": "sglang"},
+        support={"type": "path"},
+        objective={
+            "type": "mixture",
+            "terms": [
+                {"coefficient": 0.5, "objective": written},
+                {"objective": {"type": "reverse_kl"}},
+            ],
+        },
+        learner={"optimizer": {"lr": 1e-4}},
+        evaluation={"problems": 0},
+        scoring={"guard": "refuse"},
+        metrics={"rollouts": BATCH},
+    )
+    done = start(config).finish(START_TIMEOUT_S)
+    assert done.code == 0, done.output
+    assert "teacher: scores agree with sampling" in done.output
+    assert done.summary["samples_consumed"] == 3 * BATCH
+    assert done.summary["samples_dropped"] == {}
+    bounded("opd run: max |p_learner - p_sampler|", done.summary["probs_diff_max"], 1e-4, "sft")
+    rows = [json.loads(line) for line in (done.run_dir / "rollouts.jsonl").open()]
+    trained = [row for row in rows if row.get("update") is not None]
+    theirs = [row for row in trained if row["uid"] % 4 == 3]
+    assert len(trained) == 4 * len(theirs) == 3 * BATCH
+    assert {row["engine"] for row in theirs} == set(arithmetic["teacher"]["urls"])
+    assert all(row["reward"] is None for row in theirs)
+    own = [row for row in trained if row not in theirs]
+    assert {row["engine"] for row in own} == set(arithmetic["student"]["urls"])
+    assert all(row["teacher_logp"] and row["reward"] is not None for row in own)

@@ -6,6 +6,7 @@ family are special or merely added as in its own tokenizer.
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -196,3 +197,11 @@ ADD = {
     },
 }
 """A tool."""
+
+
+def every_token() -> PreTrainedTokenizerFast:
+    """A tokenizer with the control tokens of all families."""
+    made = deepcopy(BY_NAME["qwen2.5"].tokenizer())
+    for family in FAMILIES:
+        made.add_tokens([*family.special, *family.ends, *family.added], special_tokens=True)
+    return made

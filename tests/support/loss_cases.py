@@ -31,8 +31,9 @@ class Problem:
     """Responses of these lengths, in groups of two, over a tiny vocabulary.
 
     student_TV: logits. The others are log-probs. path: the sampled id of every token.
-    reward_weights, teacher_weights: by response; empty: all 1. turns: by response, the tokens of
-    each of its turns and their own reward, if any; read with credit: turn alone.
+    reward_weights, teacher_weights: by response; empty: all 1. imitation_weights: empty: all 0, as
+    the student wrote all. turns: by response, the tokens of each of its turns and their own reward,
+    if any; read with credit: turn alone.
     """
 
     lengths: tuple[int, ...]
@@ -45,10 +46,13 @@ class Problem:
     group_size: int = 2
     reward_weights: tuple[float, ...] = ()
     teacher_weights: tuple[float, ...] = ()
+    imitation_weights: tuple[float, ...] = ()
     turns: tuple[tuple[tuple[int, float | None], ...], ...] = ()
 
     def weights(self, objective: Any) -> tuple[float, ...]:
         """What a term of this objective is multiplied with on each response."""
+        if objective.imitates:
+            return self.imitation_weights or (0.0,) * len(self.lengths)
         chosen = self.reward_weights if objective.reads_reward else self.teacher_weights
         return chosen or (1.0,) * len(self.lengths)
 
@@ -171,6 +175,7 @@ def cache_of(est: Estimator, case: Problem, rows: list[Row], student_N: torch.Te
         defensive_B=torch.tensor(columns.defensive_B),
         reward_weight_B=_weights(case.reward_weights, case),
         teacher_weight_B=_weights(case.teacher_weights, case),
+        imitation_weight_B=_weights(case.imitation_weights or (0.0,) * len(case.lengths), case),
         share_B=torch.tensor(columns.share_B),
         turn_advantage_T=_turn_advantages(est, case) if est.credit == "turn" else None,
     )

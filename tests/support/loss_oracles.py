@@ -111,8 +111,14 @@ class Oracle:
             "grpo": self._token_reward,
             "gspo": self._gspo,
             "gepo": self._gepo,
+            "sft_on_teacher": self._cross_entropy,
         }
         return table.get(objective.type, self._divergence)(objective)
+
+    def _cross_entropy(self, objective: Any) -> list[Pair]:
+        """Of the written ids, whatever the cache holds beside them."""
+        terms = [-self.p[t, a] for t, a in enumerate(self.case.path)]
+        return [(term, term) for term in terms]
 
     # --- ratios -----------------------------------------------------------------------------
 

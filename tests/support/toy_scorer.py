@@ -166,7 +166,9 @@ def served(scorer: ToyScorer) -> Iterator[str]:
         state = SimpleNamespace(tokenizer_manager=scorer)
         patch.setattr(http_server, "get_global_state", lambda: state)
         front.add_work_routes()
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error", lifespan="off"))
+        # its own logging would close what other handlers write to
+        config = uvicorn.Config(app, port=0, log_config=None, lifespan="off")
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run)
         thread.start()
         try:

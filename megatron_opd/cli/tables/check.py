@@ -28,6 +28,8 @@ from megatron_opd.config.roles import STUDENT, Role, all_roles, section_of
 from megatron_opd.config.schema import Config
 from megatron_opd.config.selection import RewardSpread
 from megatron_opd.config.speedups import choose_speedups
+from megatron_opd.config.teacher import TeacherConfig
+from megatron_opd.config.teacher_api import SCORABLE
 from megatron_opd.config.tree import key_of_teacher
 from megatron_opd.config.wording import listed
 from megatron_opd.data.unread_columns import unread_columns
@@ -93,6 +95,7 @@ def plan_rows(config: Config, models: RunModels) -> list[tuple[str, str]]:
         ),
         *schedule_rows(config),
         *formula(config.estimator),
+        *alignment_row(config),
         *said(config),
         (
             "learner",
@@ -114,6 +117,12 @@ def plan_rows(config: Config, models: RunModels) -> list[tuple[str, str]]:
         ("open files", open_files_row(config)),
         ("run directory", str(config.run.dir)),
     ]
+
+
+def alignment_row(config: Config) -> list[tuple[str, str]]:
+    """Return the line on how a teacher of another tokenizer scores, if it is one."""
+    alignment = config.scoring.alignment
+    return [] if alignment is None else [("alignment", alignment.text())]
 
 
 def schedule_rows(config: Config) -> list[tuple[str, str]]:
@@ -154,7 +163,7 @@ def drop_rows(config: Config) -> list[tuple[str, str]]:
     estimator, selection = config.estimator, config.selection
     possible = {
         "any": True,
-        "teacher": estimator.reads_teacher,
+        "teacher": estimator.asks_teacher,
         "reward": estimator.reads_reward,
         "group": estimator.reads_groups,
         "spread": isinstance(selection.groups, RewardSpread),
@@ -246,6 +255,9 @@ def server_row(config: Config, role: Role) -> str:
     """Return where a role's servers come from and how each is sharded."""
     section = section_of(config, role)
     where = ", ".join(section.urls) or f"{section.servers} started on {section.host}"
+    if isinstance(section, TeacherConfig) and not section.speaks_bridge:
+        scored = " or ".join(SCORABLE[section.api].supports or ()) or "nothing"
+        return f"{where}; without the plugin, asked as {section.api}, which scores {scored}"
     held = section.dtype
     if section.quantization is not None:
         held += f", matrices held as {section.quantization}"

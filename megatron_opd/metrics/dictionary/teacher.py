@@ -109,9 +109,22 @@ TEACHER = {
         "trains on a sample minus that of the weights that scored it, mean over the samples.",
     ),
     "teacher_staleness_max_versions": Metric("versions", "The largest of them."),
+    "aligned_token_fraction": Metric(
+        "share",
+        "With scoring.alignment: share of the sampled tokens of which any cached id, or with "
+        "chunk their span, has a score of the teacher's.",
+        action="low: the two tokenizers cut these texts at other places; unaligned: chunk",
+    ),
+    "aligned_mass_fraction": Metric(
+        "share",
+        "With scoring.alignment: probability under the sampler of the ids that have a score, a "
+        "sampled token, as the cache estimates it; of a topk support that of its ids alone.",
+        action="low: the loss is blind to most of what the student may write",
+    ),
     "teacher_score_mean_nats": Metric(
         "nats",
-        "Mean log-prob that the teacher gives the sampled tokens of the batch.",
+        "Mean log-prob that the teacher gives the sampled tokens of the batch; with "
+        "scoring.alignment its own tokens of the same text.",
         healthy=Range(None, 0),
         action="falls: the student leaves what the teacher knows; near -ln of the vocabulary's "
         "size: the server is broken (scoring.guard)",
@@ -122,6 +135,12 @@ TEACHER = {
         healthy=Range(1e-4, None),
         action="about 0: the teacher's server answers a constant; look at its log",
     ),
+    "teacher_billed_tokens": Metric(
+        "tokens",
+        "Tokens that servers of teachers with a price (teacher.cost_per_million_tokens) have read "
+        "and written, of answered requests, since the process started.",
+    ),
+    "teacher_cost": Metric("", "What those tokens cost, in the currency of the price."),
     "teacher_near_uniform_fraction": Metric(
         "share",
         "Share of those log-probs within 0.05 nats of a uniform distribution's.",

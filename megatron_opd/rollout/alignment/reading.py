@@ -35,11 +35,12 @@ class Reading:
 class Reader:
     """Reads responses for one pair of tokenizers.
 
-    twin_V: int32 [V], of each id of the student's the teacher's that spells the same, else -1.
+    ours, theirs: what the tokens of each spell. twin_V: int32 [V], of each id of the student's the
+    teacher's that spells the same, else -1.
     """
 
     def __init__(self, ours: TokenBytes, theirs: TokenBytes, encode: Encode) -> None:
-        self._ours, self._theirs, self._encode = ours, theirs, encode
+        self.ours, self.theirs, self._encode = ours, theirs, encode
         self.twin_V = twins(ours, theirs)
 
     def read(self, ids_T: Sequence[int] | IntArray) -> Reading:
@@ -52,8 +53,8 @@ class Reader:
         if b"".join(theirs) != text.encode():
             found, theirs = [], []  # a normaliser: the teacher would read another text
         spans = spans_of([len(each) for each in spelt], [len(each) for each in theirs])
-        ended = len(spelt) < len(ids_T) and ids_T[len(spelt)] == self._ours.end
-        end = self._theirs.end
+        ended = len(spelt) < len(ids_T) and ids_T[len(spelt)] == self.ours.end
+        end = self.theirs.end
         read = b"".join(theirs) == whole
         row_T, chunk_T, chunk_R = spans.row_T, spans.chunk_T, spans.chunk_R
         if ended and end is not None and read:
@@ -74,14 +75,14 @@ class Reader:
         """Return the bytes of the tokens before the first that spells none."""
         found: list[bytes] = []
         for i in ids_T:
-            spelt = self._ours.of_V[i] if i < len(self._ours.of_V) and i != self._ours.end else None
+            spelt = self.ours.of_V[i] if i < len(self.ours.of_V) and i != self.ours.end else None
             if spelt is None:
                 break
             found.append(spelt)
         return found
 
     def _bytes(self, i: int) -> bytes:
-        return self._theirs.of_V[i] or b""
+        return self.theirs.of_V[i] or b""
 
 
 def readable(spelt: bytes) -> str:

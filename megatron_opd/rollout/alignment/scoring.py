@@ -1,11 +1,11 @@
 """Asks a teacher of another tokenizer for scores, and puts them into a sample. Arrays alone.
 
-Where a token of the student's begins together with one of the teacher's, each cached id is scored
+Where a sampled token is one of the teacher's too, each id that is cached at its position is scored
 by its twin, the teacher's single token of the same bytes. That is at most the teacher's probability
 of the bytes, as longer tokens spell them too.
 
-drop: an id without a twin, and every id of a position where no token of the teacher's begins, gets
-weight 0, so that sum_k w_k f(a_k) estimates the expectation over the ids that have a score.
+drop: an id without a twin, and every id of a position where the teacher's token is another one,
+gets weight 0, so that sum_k w_k f(a_k) estimates the expectation over the ids that have a score.
 
 chunk: of the path alone. A chunk's advantage is log Q - log O, sums over the tokens that each side
 cuts it into, and every token of the chunk gets all of it: teacher_logp - sampler_logp is that of
@@ -15,21 +15,20 @@ its chunk. sum_t A grad log p_t = A grad log P then, the policy gradient of the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 import numpy as np
 
 from megatron_opd.buffer.rejection import ScoreRejected
+from megatron_opd.config.alignment import Unaligned
 from megatron_opd.records.drops import TEACHER_UNALIGNED
+from megatron_opd.records.sample_figures import AlignedScores
 from megatron_opd.records.types import FloatArray, OffsetArray, Sample
 from megatron_opd.rollout.alignment.reading import Reader, Reading
 from megatron_opd.rollout.alignment.spans import NOWHERE
 from megatron_opd.rollout.score_requests import TeacherAsk
 from megatron_opd.rollout.scores import checked
 from sglang_bridge.arrays import unpack
-from sglang_bridge.protocol import DrawCache, ScoreReply, ScoreRequest
-
-Unaligned = Literal["drop", "chunk"]
+from sglang_bridge.protocol import ScoreReply, ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +53,7 @@ def aligned_ask(sample: Sample, reader: Reader, ask: TeacherAsk) -> AlignedAsk:
     rollout = sample.rollout
     assert ask.prompt is not None, "the teacher has tokens of its own"
     reading = reader.read(rollout.response_ids_T)
-    ids_R, row_T = reading.ids_R, reading.spans.row_T
+    ids_R, row_T = reading.ids_R, reading.spans.same_T
     if not len(ids_R):
         raise ScoreRejected(
             TEACHER_UNALIGNED,
@@ -99,16 +98,6 @@ def aligned_scores(
     return found
 
 
-def scored_shares(draws: DrawCache) -> tuple[float, float]:
-    """Return (share of tokens, share of the cache's weight a token) that have scores.
-
-    A token has one where any of its ids has. The second is the mass of the sampler's distribution,
-    estimated by the draws, or that of the likeliest ids where they are all that is cached.
-    """
-    weight_T = np.add.reduceat(draws.weight_N.astype(np.float64), draws.offsets_T1[:-1])
-    return float((weight_T > 0).mean()), float(weight_T.mean())
-
-
 def _by_id(sample: Sample, ask: AlignedAsk, logp_M: FloatArray) -> Sample:
     draws = sample.rollout.draws
     has_N = ask.place_N != NOWHERE
@@ -130,6 +119,7 @@ def _by_id(sample: Sample, ask: AlignedAsk, logp_M: FloatArray) -> Sample:
         sample,
         rollout=replace(sample.rollout, draws=less),
         teacher_logp_N=teacher_N[kept_n].astype(np.float32),
+        aligned=AlignedScores(has_N[draws.path_T].astype(np.uint8), logp_M[ask.path_R]),
     )
 
 
@@ -148,6 +138,7 @@ def _by_chunk(sample: Sample, ask: AlignedAsk, logp_M: FloatArray) -> Sample:
         sample,
         rollout=replace(sample.rollout, draws=less),
         teacher_logp_N=teacher_T.astype(np.float32),
+        aligned=AlignedScores(in_T.astype(np.uint8), logp_M[ask.path_R], chunked=True),
     )
 
 

@@ -30,6 +30,20 @@ class TokenSpans:
     chunk_R: OffsetArray
 
     @property
+    def same_T(self) -> OffsetArray:
+        """Returns int64 [T]: the teacher's token that spans what the student's does; else NOWHERE.
+
+        Where one begins at the same byte and another ends there, the teacher's is longer or shorter
+        than what was written, and says little of it.
+        """
+        tokens_C, theirs_C = (
+            np.bincount(chunk_n[chunk_n != NOWHERE], minlength=self.num_chunks)
+            for chunk_n in (self.chunk_T, self.chunk_R)
+        )
+        alone_C = np.append((tokens_C == 1) & (theirs_C == 1), False)  # the last is NOWHERE's
+        return np.where(alone_C[self.chunk_T], self.row_T, NOWHERE)
+
+    @property
     def num_chunks(self) -> int:
         """Returns the number of spans that both cover."""
         return int(self.chunk_R.max(initial=NOWHERE)) + 1

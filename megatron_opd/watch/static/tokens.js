@@ -20,7 +20,7 @@ const COLOURS = {
     return step ? `${by < 0 ? "low" : "high"}${step}` : "";
   },
   student: (view, i) => surprise(view.row.sampler_logp[i]),
-  teacher: (view, i) => (view.row.teacher_logp ? surprise(view.row.teacher_logp[i]) : ""),
+  teacher: (view, i) => (view.score(i) === null ? "" : surprise(view.score(i))),
   version: (view, i) => `v${view.spanOf(i) % 2}`,
 };
 
@@ -48,7 +48,8 @@ export class TokenView {
       given.has(i) ? [make("span", { class: "given", title: "given, not sampled" }, ...visible(given.get(i))), element] : [element])));
     this.by = make("select", { "aria-label": "colour tokens by" },
       ...[["difference", "teacher − student"], ["student", "student's surprise"], ["teacher", "teacher's surprise"], ["version", "version"]]
-        .filter(([value]) => row.teacher_logp || !["difference", "teacher"].includes(value))
+        .filter(([value]) => value !== "difference" || row.teacher_logp)
+        .filter(([value]) => value !== "teacher" || (row.teacher_logp && !row.chunked))
         .map(([value, text]) => make("option", { value }, text)));
     this.scale = make("span", { class: "scale" });
     this.by.addEventListener("change", () => this.colour());
@@ -60,8 +61,13 @@ export class TokenView {
     this.parts = [make("div", { class: "scale" }, make("label", {}, "colour ", this.by), this.scale), this.inspect, this.box];
   }
 
+  // null: no teacher was asked, or one of another tokenizer has no score of this token
+  score(i) {
+    return this.row.teacher_logp?.[i] ?? null;
+  }
+
   difference(i) {
-    return this.row.teacher_logp ? this.row.teacher_logp[i] - this.row.sampler_logp[i] : null;
+    return this.score(i) === null ? null : this.score(i) - this.row.sampler_logp[i];
   }
 
   spanOf(i) {
@@ -100,10 +106,13 @@ export class TokenView {
       this.inspect.replaceChildren(make("span", { class: "dim" }, "Point at a token, or focus the response and use the arrow keys; n and p jump between large differences."));
       return;
     }
-    const { tokens, sampler_logp: student, teacher_logp: teacher, spans } = this.row;
+    const { tokens, sampler_logp: student, teacher_logp: teacher, spans, chunked } = this.row;
     const chance = (logp) => `${figure(logp)} nats (${figure(100 * Math.exp(logp), 3)}%)`;
     const parts = [make("b", {}, "student "), chance(student[i])];
-    if (teacher) parts.push(make("b", {}, "  teacher "), chance(teacher[i]), make("b", {}, "  teacher − student "), signed(this.difference(i)));
+    if (this.score(i) !== null) {
+      if (!chunked) parts.push(make("b", {}, "  teacher "), chance(teacher[i]));
+      parts.push(make("b", {}, chunked ? "  teacher − student, of its chunk " : "  teacher − student "), signed(this.difference(i)));
+    } else if (teacher) parts.push(make("b", {}, "  teacher "), "no token of the same bytes here");
     const text = tokens[i] === "" ? "part of a character that a later token completes" : null;
     const what = make("div", {}, `token ${i + 1} of ${tokens.length}, version ${spans[this.spanOf(i)]?.[0] ?? "?"}: `,
       make("span", { class: "what" }, ...(text ? [text] : visible(tokens[i], { lines: false }))));

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from checks.fuzz.engine import run_chunk
@@ -152,6 +153,20 @@ def any_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(branches, "reply_key", lambda message: "")
 
 
+def loose_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take likeliest ids as they come."""
+    from sglang_bridge.tables import RowTable
+
+    def table(url: str, rows: Any, path_T: Any, logp_T: Any) -> RowTable:
+        offsets_T1 = np.cumsum([0, *(len(ids_K) for _, ids_K in rows)], dtype=np.int64)
+        logp_N = np.concatenate([logp_K for logp_K, _ in rows])
+        ids_N = np.concatenate([ids_K for _, ids_K in rows])
+        return RowTable(offsets_T1, ids_N, np.exp(logp_N), logp_N)
+
+    for module in ("sglang", "openai"):
+        monkeypatch.setattr(f"megatron_opd.teacher_apis.{module}.top_table", table)
+
+
 CONTROLS: list[tuple[str, Break]] = [
     ("agent_calls", without("megatron_opd.environments.agent.call", "_check")),
     ("agent_calls", forgotten_tools),
@@ -189,6 +204,15 @@ CONTROLS: list[tuple[str, Break]] = [
     ("environment_answers", without("megatron_opd.environments.words", "_Left.take")),
     ("environment_answers", trusted_process),
     ("environment_answers", own_reasons),
+    *(
+        ("teacher_replies", without(f"megatron_opd.teacher_apis.{module}", name))
+        for module, name in (
+            ("sglang", "require_ours"),
+            ("openai", "require_ours"),
+            ("replies", "check_logp"),
+        )
+    ),
+    ("teacher_replies", loose_tables),
     ("fleet_mail", lenient_decoder("megatron_opd.fleet.mailbox", "_taken")),
 ]
 

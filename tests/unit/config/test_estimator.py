@@ -21,7 +21,18 @@ Tree = dict[str, Any]
 
 PATH: Tree = {"type": "path"}
 CLIP: Tree = {"type": "clip"}
+SFT = {"objective": {"type": "sft_on_teacher"}}
 REFUSED: list[tuple[Tree, list[str], Tree]] = [
+    (
+        {"objective": {"type": "mixture", "terms": [SFT, SFT]}},
+        ["objective.terms must hold sft_on_teacher once", "got 2"],
+        {"objective": {"type": "mixture", "terms": [SFT, {"objective": {"type": "grpo"}}]}},
+    ),
+    (
+        {"objective": {"type": "sft_on_teacher", "share": 0.5}},
+        ["objective.share has no effect", "the only objective", "objective.type mixture"],
+        SFT,
+    ),
     # a combination, what its line must say, and the nearest choice that the line names
     (
         {

@@ -7,6 +7,8 @@ import pytest
 import yaml
 
 from megatron_opd.config import schema
+from megatron_opd.config.alignment_rules import ALIGNMENT_RULES
+from megatron_opd.config.api_rules import API_RULES
 from megatron_opd.config.environment_rules import ENVIRONMENT_RULES
 from megatron_opd.config.load import ConfigError, load_config
 from megatron_opd.config.schema import Config
@@ -123,9 +125,13 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["teacher.chat_template=null"],
     ),
     (
-        ["environment={type: guess}", "data.chat_template=true", "teacher.system_prompt=Add."],
-        ["teacher.system_prompt", "environment", "Add.", "leave one of them out"],
-        ["teacher.system_prompt=null"],
+        [
+            "environment={type: guess, history: branch}",
+            "data.chat_template=true",
+            "teacher.system_prompt=Add.",
+        ],
+        ["teacher.system_prompt", "environment.history branch", "Add.", "leave one of them out"],
+        ["environment.history=append"],
     ),
     (
         ["teacher.chat_template=true", "scoring.mixture={teacher: 1.0}"],
@@ -436,6 +442,11 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["metrics.health_every=0"],
     ),
     (
+        ["objective={type: sft_on_teacher}", "workers.count=1"],
+        ["workers.count must be 0 with objective.type sft_on_teacher", "got 1"],
+        ["workers.count=0"],
+    ),
+    (
         ["metrics.health_every=5", "schedule.type=sync", "schedule.time_shared=true"],
         ["metrics.health_every must be 0 with schedule.time_shared", "got 5"],
         ["schedule.time_shared=false"],
@@ -481,9 +492,8 @@ def test_the_table_covers_every_rule_of_a_run(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(schema, "ALL_RULES", tuple(map(watched, rules)))
     for overrides, _, _ in RUN_REFUSED:
         assert run_error(tmp_path, overrides) is not None
-    elsewhere = {
-        rule.__name__ for rule in (*SITE_RULES, *SOURCE_RULES, *ENVIRONMENT_RULES)
-    }  # files of their own
+    own_files = (*SITE_RULES, *SOURCE_RULES, *ENVIRONMENT_RULES, *ALIGNMENT_RULES, *API_RULES)
+    elsewhere = {rule.__name__ for rule in own_files}
     assert broken - elsewhere == {rule.__name__ for rule in rules} - elsewhere
 
 

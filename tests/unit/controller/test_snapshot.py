@@ -26,6 +26,7 @@ from megatron_opd.controller.snapshot_codec import (
 )
 from megatron_opd.errors import UserError
 from megatron_opd.records.runs import SampledRun
+from megatron_opd.records.sample_figures import AlignedScores
 from megatron_opd.records.types import Sample, TurnFigures
 from megatron_opd.sim.clock import run_virtual
 from megatron_opd.transport.samples import EncodedSample
@@ -246,6 +247,20 @@ def test_what_is_no_state_is_refused():
     line = [{"rollout": {"response_ids_T": b""}}]  # as format 1 had it
     with pytest.raises(ValueError, match="must have format 2, got 1"):
         decode_state(msgspec.msgpack.encode({"line": line, "format": 1}))
+
+
+def test_scores_of_another_tokenizer_are_kept():
+    own = AlignedScores(np.array([1, 0, 1], np.uint8), np.array([-0.5, -2], np.float32), True)
+    sample = replace(make_sample(3, 0, 3), aligned=own)
+    found = decode_member(encode_member(place(sample))).sample
+    assert found is not None
+    assert found.aligned is not None
+    assert found.chunked
+    assert found.aligned.scored_T.tolist() == [1, 0, 1]
+    assert found.scores(9) == sample.scores(9)
+    short = replace(own, scored_T=own.scored_T[1:])
+    with pytest.raises(ValueError, match="2 marks of scores for 3 tokens"):
+        decode_member(encode_member(place(replace(sample, aligned=short))))
 
 
 def test_a_trajectory_is_kept_whole():

@@ -7,7 +7,7 @@ import pytest
 
 from megatron_opd.data.hint_swap import HintSwap
 from megatron_opd.data.tokenizer import build_tokenizer
-from megatron_opd.inputs.texts import make_swap
+from megatron_opd.inputs.hints import make_swap
 from megatron_opd.records.types import Prompt
 
 TOKENIZER = build_tokenizer()

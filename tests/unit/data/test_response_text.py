@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megatron_opd.data.end_tokens import Ending
 from megatron_opd.data.response_text import ResponseText
-from megatron_opd.inputs.texts import make_decode
+from megatron_opd.inputs.tokenizers import make_decode
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|eom_id|>")
 PLAIN = ("<think>", "</think>")

@@ -20,7 +20,7 @@ from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.data.verifying import TaskVerifiers
 from megatron_opd.evaluation.examiner import EvaluationPlan
 from megatron_opd.evaluation.measure import evaluate
-from megatron_opd.evaluation.ports import Completion, FleetPort
+from megatron_opd.evaluation.ports import Completion, FleetPort, RespellingPort
 from megatron_opd.evaluation.reports import EvaluationReport
 from megatron_opd.records.drops import VERIFIER_TIMED_OUT
 from megatron_opd.records.types import Prompt
@@ -239,3 +239,25 @@ def test_report_is_frozen():
     report = EvaluationReport(1.0, 1.0, 1, 1, 1.0, 0.0, 0.01, {})
     with pytest.raises(AttributeError):
         report.accuracy_pct = 2.0
+
+
+def test_a_model_of_another_tokenizer_answers_in_the_student_s_ids():
+    """Ids are shifted by 100, and two of its tokens are one of the student's."""
+    asked = []
+
+    class Other:
+        end_ids = (101,)
+
+        async def complete(self, prompt_ids, **options):
+            asked.append((list(prompt_ids), options["max_new_tokens"]))
+            return Completion([105, 105, 101], "stop", (0, 0), "http://a")
+
+    read = {np.array([3, 4], np.int32).tobytes(): [103, 104, 104]}
+    port = RespellingPort(Other(), read, lambda ids: [i - 100 for i in ids[1:]], (1,))
+    options = {"max_new_tokens": 5, "temperature": 1.0, "stop": (), "seed": 0}
+    found = asyncio.run(port.complete([3, 4], **options))
+    assert asked == [([103, 104, 104], 5)]
+    assert (found.ids, found.finish_reason, found.url) == ([5, 1], "stop", "http://a")
+    assert port.end_ids == (1,)
+    with pytest.raises(KeyError):
+        asyncio.run(port.complete([3], **options))

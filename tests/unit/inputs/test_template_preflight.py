@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import json
-from copy import deepcopy
 from itertools import permutations, zip_longest
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from transformers import PreTrainedTokenizerFast
 
 from megatron_opd.config.schema import Config
 from megatron_opd.data.chats import SYSTEM, USER, ChatMessage
@@ -19,18 +17,10 @@ from megatron_opd.data.render import Rendered, Renderer, Rendering
 from megatron_opd.errors import UserError
 from megatron_opd.inputs.prepare import prepare
 from megatron_opd.inputs.template_preflight import TemplateGap, closing, template_gap
-from tests.support.chat_families import BY_NAME, FAMILIES, TEMPLATES
+from tests.support.chat_families import BY_NAME, TEMPLATES, every_token
 
 HOW = Rendering(True, section="teacher")
 ASKED = ("What is the answer?", (ChatMessage(SYSTEM, "Be brief."), ChatMessage(USER, "And now?")))
-
-
-def every_token() -> PreTrainedTokenizerFast:
-    """A tokenizer with the control tokens of all families."""
-    made = deepcopy(BY_NAME["qwen2.5"].tokenizer())
-    for family in FAMILIES:
-        made.add_tokens([*family.special, *family.ends, *family.added], special_tokens=True)
-    return made
 
 
 def template_of(name: str) -> str:

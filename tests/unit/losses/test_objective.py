@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -202,3 +203,93 @@ def test_a_teacher_score_that_is_no_number_spoils_the_loss():
         num_samples=1,
     )
     assert evaluate(Estimator(), cache).loss_sum.isnan()
+
+
+ON_POLICY = (
+    {"type": "reverse_kl"},
+    {"type": "grpo", "trust": {"type": "clip"}},
+    {"type": "forward_kl"},
+)
+WRITTEN = (0.0, 0.0, 1.0, 1.0, 0.0, 0.0)
+"""By response: the teacher wrote the second group."""
+
+
+def imitating(objective: dict[str, Any], reduction: str, coefficient: float) -> Estimator:
+    terms = [
+        {"objective": objective, "coefficient": 0.7},
+        {"objective": {"type": "sft_on_teacher"}, "coefficient": coefficient},
+    ]
+    support = {"type": "path" if objective["type"] == "grpo" else "mc"}
+    tree = {"type": "mixture", "terms": terms}
+    return estimator(support=support, objective=tree, reduction={"type": reduction})
+
+
+@pytest.mark.parametrize("reduction", ["token_mean", "sequence_mean"])
+@pytest.mark.parametrize("objective", ON_POLICY, ids=lambda each: each["type"])
+def test_a_mixture_with_the_teachers_answers_is_the_weighted_sum(
+    objective: dict[str, Any], reduction: str
+):
+    """Value and gradient are 0.7 of the own term's on the student's text, 0.4 of cross-entropy."""
+    own = tuple(1.0 - written for written in WRITTEN)
+    weights = {"reward_weights": own, "teacher_weights": own, "imitation_weights": WRITTEN}
+    case = replace(problem(6, (2, 3, 4, 1, 2, 2)), **weights)
+    whole = imitating(objective, reduction, 0.4)
+    rows = draw_rows(whole.support, case, np.random.default_rng(1))
+    value, gradient = loss_and_gradient(whole, case, rows)
+    exact_value, exact_gradient = oracle(whole, case, rows)
+    bounded("loss with imitation, float64: value", abs(value - exact_value), 1e-12)
+    bounded(
+        "loss with imitation, float64: gradient", (gradient - exact_gradient).abs().max(), 1e-12
+    )
+    written_T = torch.tensor(WRITTEN)[case.sample_T] > 0
+    path = torch.tensor(case.path)
+    logp_T = torch.log_softmax(case.student_TV, -1).gather(1, path[:, None])[:, 0]
+    if reduction == "token_mean":  # by hand: onehot - p, over all tokens that any term reads
+        count = len(case.path)
+        expected_TV = torch.softmax(case.student_TV, -1)
+        expected_TV[torch.arange(count), path] -= 1
+        expected_TV = 0.4 / count * expected_TV
+        bounded("cross-entropy by hand", (gradient - expected_TV)[written_T].abs().max(), 1e-12)
+        own_alone = imitating(objective, reduction, 1e-300)
+        rest = loss_and_gradient(own_alone, case, rows)[0]
+        by_hand = -0.4 * float(logp_T[written_T].sum()) / count
+        bounded("value by hand", abs(value - rest - by_hand), 1e-12)
+    assert float(gradient[written_T].abs().max()) > 1e-3
+    assert float(gradient[~written_T].abs().max()) > 1e-3
+
+
+def test_cross_entropy_alone_is_that_of_supervised_fine_tuning():
+    case = replace(problem(7, (2, 3)), imitation_weights=(1.0, 1.0))
+    est = estimator(objective={"type": "sft_on_teacher"})
+    assert est.support.type == "path"
+    assert not est.uses_ratio
+    rows = draw_rows(est.support, case, np.random.default_rng(1))
+    value, gradient = loss_and_gradient(est, case, rows)
+    logits_TV = case.student_TV.clone().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(logits_TV, torch.tensor(case.path))
+    loss.backward()
+    assert logits_TV.grad is not None
+    bounded("sft against torch: value", abs(value - float(loss.detach())), 1e-12)
+    bounded("sft against torch: gradient", (gradient - logits_TV.grad).abs().max(), 1e-12)
+
+
+def test_scores_and_ratios_of_what_the_teacher_wrote_reach_nothing():
+    """Not the sampler's log-probs of it, nor scores that were never asked for."""
+    case = replace(
+        problem(8, (2, 3, 2, 2)),
+        teacher_weights=(1.0, 1.0, 0.0, 0.0),
+        imitation_weights=(0.0, 0.0, 1.0, 1.0),
+    )
+    est = imitating({"type": "reverse_kl"}, "token_mean", 1.0)
+    rows = draw_rows(est.support, case, np.random.default_rng(2))
+    student_N = student_logp(case.student_TV, rows).requires_grad_()
+    cache = cache_of(est, case, rows, student_N)
+    written_N = cache.imitation_weight_B[cache.sample_T[cache.row_N]] > 0
+    assert bool(cache.teacher_logp_N[written_N].isnan().all())
+    other = replace(cache, sampler_logp_N=cache.sampler_logp_N.masked_fill(written_N, -50.0))
+    found, changed = evaluate(est, cache), evaluate(est, other)
+    assert torch.equal(found.loss_sum, changed.loss_sum)
+    assert found.sums.keys() == changed.sums.keys()
+    for name, total in found.sums.items():
+        assert bool(total.isfinite()), name
+        assert torch.equal(total, changed.sums[name]), name

@@ -107,6 +107,7 @@ def test_weights_of_30000_token_responses_are_exact(
         defensive_B=torch.tensor(columns.defensive_B),
         reward_weight_B=torch.tensor(columns.reward_weight_B),
         teacher_weight_B=torch.tensor(columns.teacher_weight_B),
+        imitation_weight_B=torch.tensor(columns.imitation_weight_B),
         share_B=torch.tensor(columns.share_B),
     )
     result = evaluate(est, cache)

@@ -13,6 +13,8 @@ from megatron_opd.config.curriculum import PassRateCurriculum
 from megatron_opd.data.curriculum import CurriculumSource
 from megatron_opd.evaluation.progress import Evaluated
 from megatron_opd.evaluation.reports import EvaluationReport, TurnMeans
+from megatron_opd.fleet.bill import billed
+from megatron_opd.fleet.clients import make_fleet
 from megatron_opd.metrics.catalogue import BY_GROUP, GROUP_OF, METRICS, metric_of, tag_of
 from megatron_opd.metrics.hint_leak import LeakFigures
 from megatron_opd.metrics.metric import Range
@@ -21,9 +23,11 @@ from megatron_opd.metrics.recorder import RunRecorder
 from megatron_opd.metrics.teacher_health import TeacherWatch
 from megatron_opd.metrics.totals import RunTotals
 from megatron_opd.metrics.types import Depths, Phase, WeightSyncReport
+from megatron_opd.records.sample_figures import AlignedScores
 from megatron_opd.records.types import Batch, TurnFigures
 from megatron_opd.sites.figures import SiteFigures, SitesNow, columns
 from megatron_opd.transport.messages import UpdateMetrics
+from tests.support.config_files import minimal
 from tests.support.fakes import make_sample
 from tests.support.paths import ROOT
 
@@ -59,14 +63,19 @@ def whole_row() -> dict[str, Any]:
     totals = RunTotals(group_size=2, credit="turn")
     curriculum = CurriculumSource(Nothing(), 1, PassRateCurriculum(), seed=0)
     sites = partial(columns, {"near": SiteFigures()}, SitesNow(1, 0))
-    more = {"probes": (Health(), Hints()), "more_columns": lambda: curriculum.columns() | sites()}
+    more = {
+        "probes": (Health(), Hints()),
+        "more_columns": lambda: curriculum.columns() | sites() | paid(),
+    }
     recorder = RunRecorder(totals, [sink], teacher_watch=watch, **more)
     samples = []
     for uid in range(2):
         sample = make_sample(uid)
         prompt = replace(sample.rollout.prompt, teacher=("teacher", "maths")[uid])
         rollout = replace(sample.rollout, prompt=prompt, turns=(TurnFigures(1.0, 1.0),))
-        samples.append(replace(sample, rollout=rollout, reward=float(uid), teacher_version=0))
+        aligned = AlignedScores(np.ones(3, np.uint8), np.zeros(2, np.float32))
+        scored = replace(sample, rollout=rollout, teacher_version=0, aligned=aligned)
+        samples.append(replace(scored, reward=float(uid)))
     batch = Batch(0, 0, tuple(samples))
     recorder.trained(batch, whole_metrics(), 0.0, 1.0)
     phases = (Phase("offload", 1.0, 2.0), Phase("send", 2.0, 3.0))
@@ -75,6 +84,15 @@ def whole_row() -> dict[str, Any]:
     recorder.weights_synced(batch, report, Depths(0, 0, 0, 0, 0))
     (row,) = sink.rows
     return row
+
+
+def paid() -> dict[str, float]:
+    """What a teacher costs that has a price."""
+    section = {"model": "m", "urls": ["http://127.0.0.1:1"], "api": "sglang"}
+    priced = section | {"cost_per_million_tokens": 1.0}
+    config = minimal(support={"type": "path"}, teacher=priced)
+    assert config.teacher is not None
+    return billed(config, {"teacher": make_fleet(config.teacher, config.teacher.urls)})
 
 
 class Nothing:

@@ -13,6 +13,7 @@ import pytest
 
 from megatron_opd.buffer.rejection import SamplesLost
 from megatron_opd.metrics.rollouts import RolloutRecord, spread
+from megatron_opd.records.sample_figures import AlignedScores
 from megatron_opd.records.types import (
     Batch,
     HeldRollout,
@@ -59,6 +60,7 @@ def test_a_row_holds_what_a_reader_needs(tmp_path: Path):
         "prompt": "<0><1><2>",
         "teacher_prompt": "<8><9>",
         "teacher_version": None,
+        "chunked": False,
         "given": [],
         "turns": [],
         "played_s": None,
@@ -67,6 +69,22 @@ def test_a_row_holds_what_a_reader_needs(tmp_path: Path):
         "teacher_logp": [0.0, -0.25, -0.5],
     }
     assert "-0.0" not in (tmp_path / "rollouts.jsonl").read_text()
+
+
+def test_a_row_says_what_a_teacher_of_another_tokenizer_has_scored(tmp_path: Path):
+    prompt = replace(make_prompt(7), teacher_ids_Q=np.array([8, 9], np.int32))
+    rollout = make_rollout(prompt, (VersionSpan(3, 0, 3),))
+    scores = np.full(6, -0.5, np.float32)
+    kept = RolloutRecord(tmp_path / "rows", decode, 4, decode_teacher=lambda ids: f"T{len(ids)}")
+    for update, chunked in enumerate((False, True)):
+        own = AlignedScores(np.array([1, 0, 1], np.uint8), scores[:2], chunked)
+        batch = Batch(update, update, (Sample(rollout, scores, aligned=own),))
+        kept.trained(batch, Figures(), 0.0, 1.0)
+    kept.close()
+    for row, chunked in zip(rows_of(tmp_path / "rows"), (False, True), strict=True):
+        assert row["teacher_logp"] == [-0.5, None, -0.5]
+        assert (row["prompt"], row["teacher_prompt"]) == ("<0><1><2>", "T2")
+        assert row["chunked"] is chunked
 
 
 def test_a_row_of_several_turns_says_what_was_given_between(tmp_path: Path):

@@ -9,6 +9,8 @@ import pytest
 
 from megatron_opd.rollout.first_scores import (
     FirstAsk,
+    FirstReading,
+    FirstResponse,
     FirstScores,
     first_responses,
     first_scores,
@@ -16,6 +18,7 @@ from megatron_opd.rollout.first_scores import (
 from sglang_bridge.errors import BadReply
 from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
 from sglang_bridge.retry import Backoff
+from tests.support.aligning import OURS, PROMPT_Q, THEIRS, Toy, reader_of, sampled
 from tests.support.fakes import make_prompt
 
 V, END = 16, 0
@@ -145,3 +148,49 @@ def test_a_teacher_is_asked_what_it_reads():
 def test_a_response_without_draws_is_a_bad_reply():
     with pytest.raises(BadReply, match="came back without tokens"):
         asyncio.run(first_responses([Chain(table(0), draws=False)], PROMPTS, ASK))
+
+
+def test_a_teacher_of_another_tokenizer_scores_what_it_can():
+    """Against loops over the toys' tables; "bb" of the student has no twin."""
+    student, teacher = Toy(OURS, 1), Toy(THEIRS, 2)
+    reader = reader_of(student, teacher)
+    responses = []
+    for ids in ((0, 2, student.end), (3, 0), (1, 1, 0)):
+        sample = sampled(student, ids, [{}] * len(ids))
+        prompt = replace(sample.rollout.prompt, teacher_ids_Q=np.array(PROMPT_Q, np.int32))
+        ended = ids[-1] == student.end
+        responses.append(
+            FirstResponse(prompt, np.array(ids, np.int32), sample.rollout.draws, ended)
+        )
+
+    class Server:
+        url = "http://127.0.0.1:1"
+
+        async def score(self, request: ScoreRequest) -> ScoreReply:
+            assert request.exact
+            return teacher.serve(request)
+
+    async def run(unaligned) -> FirstScores:
+        reading = FirstReading(reader, unaligned)
+        return await first_scores([Server(), Server()], responses, ASK, reading)
+
+    scores = asyncio.run(run("drop"))
+    for response, gap_T in zip(responses, scores.gaps, strict=True):
+        ids = response.ids_T.tolist()
+        read = reader.read(ids)
+        for t, i in enumerate(ids):
+            row, twin = read.spans.same_T[t], reader.twin_V[i]
+            if row < 0 or twin < 0:
+                assert np.isnan(gap_T[t])
+                continue
+            logq_V = teacher.logp_V([*PROMPT_Q, *read.ids_R[:row]])
+            assert gap_T[t] == pytest.approx(student.logp_V(ids[:t])[i] - logq_V[twin], abs=1e-6)
+    whole = np.concatenate(scores.gaps)
+    assert 0 < np.isnan(whole).sum() < len(whole)
+    assert scores.scored_share == 1 - np.isnan(whole).mean()
+    assert scores.mean_nats == pytest.approx(np.nanmean(np.abs(whole)))
+    assert scores.spread_nats == 0
+    assert f"{scores.scored_share:.0%} of them that have a score" in scores.lines("teacher")[0]
+    chunks = asyncio.run(run("chunk"))
+    assert np.isnan(scores.gaps[1]).all(), "bb, a of the student is b, ba of the teacher"
+    assert chunks.scored_share == 1

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from msgspec.structs import replace as replace_ask
 
 from megatron_opd.records.runs import SampledRun
 from megatron_opd.records.types import VersionSpan
@@ -40,3 +41,15 @@ def test_later_runs_keep_their_distance():
 def test_bytes_that_are_no_ids_are_an_error():
     with pytest.raises(ValueError, match="expected whole numbers"):
         asked_of(ROLLOUT, TeacherAsk("s", 1.0, 0, 0, 7, 50, b"\1"))
+
+
+def test_what_is_given_between_runs_is_the_teachers_too():
+    ids_S = np.arange(9, dtype=np.int32)
+    runs = (SampledRun(0, 3, 5, 0), SampledRun(0, 8, 9, 1))
+    between = pack(np.array([70, 71], np.int32))
+    asked = replace_ask(ask([40]), between=(between,))
+    found = asked_of(replace(ROLLOUT, sequences=(ids_S,), runs=runs), asked)
+    assert list(found.input_ids) == [40, 3, 4, 70, 71, 8]
+    assert found.runs == ((1, 3), (5, 6))
+    with pytest.raises(ValueError, match="zip"):
+        asked_of(ROLLOUT, asked)

@@ -12,11 +12,13 @@ from megatron_opd.data.verifiers.reward import VerifierFailed
 from megatron_opd.records.drops import VERIFIER_REASONS
 from megatron_opd.records.sample_figures import CacheSize
 from megatron_opd.records.types import TurnFigures, VersionSpan
+from megatron_opd.rollout.alignment.reading import Reader
 from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.errors import BadReply, RequestAborted, ServerRefused, ServerUnreachable
 from sglang_bridge.protocol import DrawCache, ScoreReply, Selection
 from sglang_bridge.retry import Backoff, retried
+from tests.support.aligning import OURS, PROMPT_Q, THEIRS, Toy, reader_of, sampled
 from tests.support.config_files import minimal
 from tests.support.fakes import held_rollout, make_prompt, make_rollout
 
@@ -401,3 +403,72 @@ def test_a_bad_selection_drops_the_sample(selection, reason):
     with pytest.raises(ScoreRejected) as caught:
         run_virtual(make_scorer({"teacher": fleet}, TOPK).score(PATH))
     assert caught.value.reason == reason
+
+
+class Toys:
+    """A fleet of toy teachers. shift: rows are those of so many tokens before."""
+
+    def __init__(self, shift=0):
+        self.shift = shift
+
+    async def score(self, request):
+        ((start, stop),) = request.runs
+        runs, ids = ((start - self.shift, stop - self.shift),), request.input_ids
+        return TEACHER.serve(
+            replace_held(request, runs=runs, input_ids=ids[: len(ids) - self.shift])
+        )
+
+
+STUDENT, TEACHER = Toy(OURS, 1), Toy(THEIRS, 2)
+
+
+def toy_sample(unaligned, fleet):
+    """The sample that a run makes of "a", "ab", end."""
+    path = {"support": {"type": "path"}, "objective": {"type": "reverse_kl"}}
+    path["objective"]["advantage"] = "rollout"
+    config = minimal(scoring={"alignment": {"unaligned": unaligned}}, **path)
+    reader = reader_of(STUDENT, TEACHER)
+    scorer = FleetScorer(config, {"teacher": fleet}, 6, "run7", reader=reader)
+    response = (0, 2, STUDENT.end)
+    rollout = sampled(STUDENT, response, [{i: 1.0} for i in response]).rollout
+    prompt = replace(rollout.prompt, teacher_ids_Q=np.array(PROMPT_Q, np.int32))
+    return run_virtual(scorer.score(replace(rollout, prompt=prompt)))
+
+
+@pytest.mark.parametrize("unaligned", ["drop", "chunk"])
+def test_a_teacher_of_another_tokenizer_reads_its_own_tokens(unaligned):
+    """ "a", "ab" of the student's is "aab" of the teacher's."""
+    found = toy_sample(unaligned, Toys())
+    aab, end = THEIRS.index(b"aab"), TEACHER.end
+    log_q = [TEACHER.logp_V(PROMPT_Q)[aab], TEACHER.logp_V([*PROMPT_Q, aab])[end]]
+    assert found.aligned.own_R == pytest.approx(log_q, abs=1e-6)
+    own_T = found.rollout.draws.sampler_logp_N.astype(np.float64)
+    if unaligned == "chunk":
+        chunk = log_q[0] - own_T[:2].sum()
+        wanted, scored = own_T + np.array([chunk, chunk, log_q[1] - own_T[2]]), [1, 1, 1]
+    else:
+        wanted, scored = [*own_T[:2], log_q[1]], [0, 0, 1]
+    assert found.teacher_logp_N == pytest.approx(wanted, abs=1e-6)
+    assert found.aligned.scored_T.tolist() == scored
+    assert found.scores(7).rows == 2  # the teacher's own tokens
+
+
+@pytest.mark.parametrize("unaligned", ["drop", "chunk"])
+def test_rows_shifted_by_one_are_seen(unaligned):
+    right, wrong = (toy_sample(unaligned, Toys(shift)) for shift in (0, 1))
+    assert np.abs(right.teacher_logp_N - wrong.teacher_logp_N).max() > 0.1
+
+
+def test_what_a_teacher_of_another_tokenizer_cannot_read_is_dropped():
+    class Silent:
+        async def score(self, request):
+            raise AssertionError("it is not asked")
+
+    reader = Reader(STUDENT.tokens, TEACHER.tokens, lambda text: [])
+    config = minimal(scoring={"alignment": {}})
+    scorer = FleetScorer(config, {"teacher": Silent()}, 6, "run7", reader=reader)
+    rollout = sampled(STUDENT, (0, 1), [{0: 1.0}] * 2).rollout
+    prompt = replace(rollout.prompt, teacher_ids_Q=np.array(PROMPT_Q, np.int32))
+    with pytest.raises(ScoreRejected) as caught:
+        run_virtual(scorer.score(replace(rollout, prompt=prompt)))
+    assert caught.value.reason == "teacher_unaligned"

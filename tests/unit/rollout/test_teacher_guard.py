@@ -220,7 +220,10 @@ def checked(
 ) -> list[str]:
     config = Config.model_validate(small_config(tmp_path, models) | {"scoring": scoring} | more)
     prepared: Any = SimpleNamespace(
-        ending=Ending((1,)), vocab_sizes={"student": V, "teacher": V}, probes={"teacher": PROMPTS}
+        ending=Ending((1,)),
+        vocab_sizes={"student": V, "teacher": V},
+        probes={"teacher": PROMPTS},
+        other=None,
     )
     return asyncio.run(check_teachers(config, prepared, {"teacher": servers}, second=second))
 

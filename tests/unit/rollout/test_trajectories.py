@@ -10,19 +10,23 @@ import pytest
 from megatron_opd.batching.rank_batch import check_sample
 from megatron_opd.buffer.rejection import RolloutRejected
 from megatron_opd.controller.in_flight import Rollouts
+from megatron_opd.data.render import Rendering
 from megatron_opd.environments.play import Played, PlayedTurn, TurnSampler
 from megatron_opd.environments.protocol import EnvironmentRow, Said, TrajectoryEnd
+from megatron_opd.environments.teacher_reading import TeacherReader
 from megatron_opd.environments.trajectory import BuiltTrajectory
-from megatron_opd.records.drops import EMPTY_RESPONSE, ENVIRONMENT_FAILED
+from megatron_opd.environments.turns import TurnEncoder
+from megatron_opd.records.drops import EMPTY_RESPONSE, ENVIRONMENT_BAD_REPLY, ENVIRONMENT_FAILED
 from megatron_opd.records.runs import SampledRun, runs_fault
 from megatron_opd.records.seeds import ROLLOUT, derived_seed
 from megatron_opd.records.types import Rollout, VersionSpan
 from megatron_opd.rollout.generator import RolloutGenerator
+from megatron_opd.rollout.scorer import FleetScorer
 from megatron_opd.rollout.scores import unscored
 from megatron_opd.rollout.trajectories import TrajectoryGenerator
 from megatron_opd.sim.clock import run_virtual
 from sglang_bridge.errors import BadReply, ServerUnreachable
-from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest
+from sglang_bridge.protocol import DrawCache, RolloutReply, RolloutRequest, ScoreReply, ScoreRequest
 from tests.support.config_files import minimal
 from tests.support.fakes import make_prompt
 from tests.support.playing import FAMILY, played_here
@@ -105,12 +109,26 @@ class Serving:
         await asyncio.Event().wait()
 
 
+class Scores:
+    """Gives the n-th cached id of N the log-prob n - N."""
+
+    def __init__(self) -> None:
+        self.requests: list[ScoreRequest] = []
+
+    async def score(self, request: ScoreRequest) -> ScoreReply:
+        self.requests.append(request)
+        return ScoreReply(np.arange(-len(request.ids_N), 0, dtype=np.float32), None)
+
+
 def generator(
-    servers: Servers, kind: type[Counting] = Counting, hold: Rollouts | None = None
+    servers: Servers,
+    kind: type[Counting] = Counting,
+    hold: Rollouts | None = None,
+    readers: dict[str, TeacherReader] | None = None,
 ) -> TrajectoryGenerator:
     config = minimal(**TREE)
     turns = RolloutGenerator(config, servers, 400, "run7", (END,))
-    return TrajectoryGenerator(turns, servers, played_here(kind), SEED, hold)
+    return TrajectoryGenerator(turns, servers, played_here(kind), SEED, hold, readers)
 
 
 def played(servers: Servers, kind: type[Counting] = Counting) -> Rollout:
@@ -152,6 +170,44 @@ def test_a_trajectory_is_what_was_sampled_turn_by_turn():
     assert rollout.finish_reason == "stop"
     assert [turn.sampling_s for turn in rollout.turns] == [SAMPLING_S] * 3
     assert rollout.turns[1].cached == len(servers.requests[1][0].input_ids) - 1
+
+
+def test_a_teacher_reads_a_trajectory_in_its_own_rendering():
+    """What it is asked holds what was sampled, at the places of its own rows."""
+    encoder = TurnEncoder(FAMILY.tokenizer(), Rendering(True, "Know it."), (END,))
+    rollout = run_virtual(
+        generator(Servers(), readers={"teacher": TeacherReader(encoder)}).generate(make_prompt(5))
+    )
+    (ids_S,) = rollout.sequences
+    first, *between = rollout.teacher_given
+    assert "Know it." in FAMILY.tokenizer().decode(first)
+    starts = [run.start for run in rollout.runs]
+    stops = [run.stop for run in rollout.runs]
+    student = [ids_S[a:b].tolist() for a, b in zip(stops[:-1], starts[1:], strict=True)]
+    assert [each.tolist() for each in between] == student, "of the same template"
+    fleet = Scores()
+    scorer = FleetScorer(minimal(**TREE), {"teacher": fleet}, 400, "run7")
+    sample = run_virtual(scorer.score(rollout))
+    (asked,) = fleet.requests
+    assert list(asked.input_ids) == [*first.tolist(), *ids_S[starts[0] :].tolist()]
+    read = [asked.input_ids[a:b].tolist() for a, b in asked.runs]
+    assert read == [ids_S[a:b].tolist() for a, b in zip(starts, stops, strict=True)]
+    assert sample.teacher_logp_N.tolist() == list(range(-rollout.num_ids, 0))
+    other = run_virtual(
+        generator(Servers(), readers={"b": TeacherReader(encoder)}).generate(make_prompt(5))
+    )
+    assert other.teacher_given == (), "another teacher's"
+
+
+def test_what_a_teacher_s_template_does_not_take_is_dropped():
+    class Refusing(TeacherReader):
+        def given(self, played: Played):
+            raise ValueError("the chat template does not take the messages")
+
+    refusing = Refusing(FAMILY.encoder())
+    with pytest.raises(RolloutRejected, match="teacher teacher cannot read it") as rejected:
+        run_virtual(generator(Servers(), readers={"teacher": refusing}).generate(make_prompt(5)))
+    assert rejected.value.reason == ENVIRONMENT_BAD_REPLY
 
 
 def test_a_turn_goes_back_to_the_server_of_the_one_before_with_noise_of_its_own():

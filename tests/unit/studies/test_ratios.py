@@ -32,6 +32,7 @@ HELD = MicroCache(
         defensive_B=torch.zeros(2),
         reward_weight_B=torch.ones(2),
         teacher_weight_B=torch.ones(2),
+        imitation_weight_B=torch.zeros(2),
         share_B=torch.ones(2),
     ),
 )

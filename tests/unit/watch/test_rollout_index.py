@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from megatron_opd.watch.query import SORTS, Filters, Page
-from megatron_opd.watch.rollout_index import RolloutIndex
+from megatron_opd.watch.rollout_index import RolloutIndex, mean_gap
 from tests.support.watched_run import append_row, hostile_row, rollout_row, write_rollouts
 
 
@@ -49,6 +49,15 @@ def passes(row: dict[str, Any], filters: Filters) -> bool:
         and (filters.teacher is None or row["teacher"] == filters.teacher)
         and filters.text in text
     )
+
+
+def test_the_gap_is_that_of_tokens_with_a_score():
+    row = rollout_row(np.random.default_rng(0), 1, 2)
+    scores = [None, *row.teacher_logp[1:]]
+    found = mean_gap(msgspec.structs.replace(row, teacher_logp=scores))
+    gaps = np.subtract(row.sampler_logp[1:], row.teacher_logp[1:])
+    assert found == pytest.approx(gaps.mean())
+    assert np.isnan(mean_gap(msgspec.structs.replace(row, teacher_logp=[None] * len(scores))))
 
 
 bound = st.none() | st.sampled_from([0.0, 0.5, 1.0, 3.0, 8.0])

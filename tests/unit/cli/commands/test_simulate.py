@@ -176,6 +176,13 @@ def test_teachers_that_follow_the_student(config: Path, capsys: pytest.CaptureFi
     refused(capsys, code, "teacher.source.share must be null", "got 0.5; leave it out")
 
 
+def test_a_teacher_that_writes_is_not_predicted(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = main(["simulate", str(config), "--set", "objective={type: sft_on_teacher}"])
+    refused(capsys, code, "objective.type must not be sft_on_teacher", "leave that term out")
+
+
 def test_an_earlier_run_is_kept_unless_told(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,6 +1,6 @@
 """Two tokenisations of the same bytes, against loops over the bytes."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -24,6 +24,9 @@ def test_spans_are_those_that_loops_find(ours: list[int], theirs: list[int]) -> 
     assert found.chunk_T.tolist() == [chunk(b) for b in mine[1:]]
     assert found.chunk_R.tolist() == [chunk(b) for b in yours[1:]]
     assert found.num_chunks == len(common) - 1
+    spans = list(pairwise(yours))
+    same = [spans.index(each) if each in spans else NOWHERE for each in pairwise(mine)]
+    assert found.same_T.tolist() == same
 
 
 def test_equal_tokenisations_are_aligned_token_by_token() -> None:

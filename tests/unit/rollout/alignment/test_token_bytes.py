@@ -9,9 +9,7 @@ from tokenizers import (
     Tokenizer,
     decoders,
     models,
-    normalizers,
     pre_tokenizers,
-    trainers,
 )
 
 from megatron_opd.rollout.alignment.token_bytes import (
@@ -21,46 +19,9 @@ from megatron_opd.rollout.alignment.token_bytes import (
     read_token_bytes,
     twins,
 )
+from tests.support.two_tokenizers import byte_level, with_fallback
 
-CORPUS = ["the cat sat on the mat", "12+34=46\n", "naïve café", "über"] * 4
 TEXTS = ("the cat", " sat\n\n 12", "café ☕ 𐍈 日本", "", "  two", "\t\x00z")
-
-
-def byte_level(size: int) -> Any:
-    made: Any = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    made.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer: Any = trainers.BpeTrainer(
-        vocab_size=size,
-        initial_alphabet=alphabet,
-        special_tokens=["<end>"],
-        show_progress=False,
-    )
-    made.train_from_iterator(CORPUS, trainer)
-    return made
-
-
-def with_fallback() -> Any:
-    """As Llama 2's: pieces with blanks as U+2581, bytes where no piece holds a character."""
-    pieces = ["<unk>", "<end>", *(f"<0x{b:02X}>" for b in range(256)), "▁", *"thecasonm", "th"]
-    made: Any = Tokenizer(
-        models.BPE(
-            vocab={piece: i for i, piece in enumerate(pieces)},
-            merges=[("t", "h")],
-            unk_token="<unk>",
-            byte_fallback=True,
-            fuse_unk=True,
-        )
-    )
-    made.normalizer = normalizers.Sequence(
-        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    )
-    made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    made.add_special_tokens(["<unk>", "<end>"])
-    return made
 
 
 def metaspace() -> Any:

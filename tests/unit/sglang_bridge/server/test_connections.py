@@ -119,7 +119,7 @@ async def server(asks_key: bool, head_s: float) -> AsyncIterator[Served]:
     guarded: Any = KeyGuard(app, KEY, arrivals.refusals) if asks_key else app
     connections.guard_connections(arrivals, asks_key=asks_key)
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(guarded, ws=Echo, log_level="warning", timeout_keep_alive=1000)
+    config = uvicorn.Config(guarded, ws=Echo, log_config=None, timeout_keep_alive=1000)
     running = uvicorn.Server(config)
     task = asyncio.create_task(running.serve([listener]))
     try:

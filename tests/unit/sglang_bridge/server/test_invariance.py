@@ -85,7 +85,8 @@ with torch.inference_mode():
     after, ours = differences()
     assert {"sigmoid", "silu", "gelu", "softplus"} <= before, before
     assert after == set(), after
-    assert ours[torch.float32] < 1e-6 and ours[torch.bfloat16] < 5e-3, (ours, torchs)
+    for dtype, limit in {torch.float32: 1e-6, torch.bfloat16: 5e-3}.items():
+        assert ours[dtype] <= max(limit, torchs[dtype]), (ours, torchs)  # by processor
     far = torch.tensor([-1e4, -100.0, 0.0, 100.0, 1e4])
     assert torch.sigmoid(far).tolist() == [0.0, torch.sigmoid(far)[1].item(), 0.5, 1.0, 1.0]
     assert F.silu(far).tolist() == [0.0, F.silu(far)[1].item(), 0.0, 100.0, 1e4]

@@ -1,15 +1,15 @@
-"""Makes what turns token ids into text and back, and says whose hints can be exchanged by that."""
+"""Makes what exchanges the hints of two rows, and says whose can be exchanged."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megatron_opd.config.schema import Config
 from megatron_opd.data.hint_swap import HintSwap
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.errors import UserError
-from megatron_opd.metrics.token_texts import Decode
+from megatron_opd.inputs.tokenizers import make_decode, make_encode
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,30 +18,9 @@ LOOKED_AT = 16
 """Prompts of each file whose hints are looked at before a run."""
 
 
-def make_decode(tokenizer: PreTrainedTokenizerBase) -> Decode:
-    """Make what turns token ids into text as they stand, special tokens included."""
-
-    def decode(ids: Sequence[int]) -> str:
-        text = tokenizer.decode(
-            list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
-        return str(text)
-
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return decode
-    # ten times faster than the wrapper for a token at a time
-    return lambda ids: backend.decode(list(ids), skip_special_tokens=False)
-
-
 def make_swap(tokenizer: PreTrainedTokenizerBase) -> HintSwap:
     """Make what exchanges the hints of two rows."""
-
-    def encode(text: str) -> Sequence[int]:
-        found: Any = tokenizer(text, add_special_tokens=False)["input_ids"]
-        return found
-
-    return HintSwap(make_decode(tokenizer), encode)
+    return HintSwap(make_decode(tokenizer), make_encode(tokenizer))
 
 
 def swap_notes(

@@ -9,7 +9,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.data.prompts import PromptSet
 from megatron_opd.data.tokenizer import build_tokenizer
 from megatron_opd.errors import UserError
-from megatron_opd.inputs.texts import swap_notes
+from megatron_opd.inputs.hints import swap_notes
 from megatron_opd.records.types import Prompt
 from tests.support.config_files import minimal
 from tests.support.prompt_sets import prompt_set
