@@ -184,9 +184,13 @@ def plain_ids(ids: Sequence[int] | np.ndarray) -> list[int]:
 
 def _tokens_of(reply: Any, most: int) -> int:
     """Return the tokens that a server says it read and wrote, or `most` where it says none."""
-    usage: Any = reply.get("usage") if isinstance(reply, dict) else None
-    said: Any = usage.get("total_tokens") if isinstance(usage, dict) else None
-    return said if is_int(said) and 0 <= said < MAX_IDS else most
+    found: dict[str, Any] = reply if isinstance(reply, dict) else {}
+    usage = found.get("usage", found.get("meta_info"))  # of OpenAI's routes, of SGLang's own
+    if not isinstance(usage, dict):
+        return most
+    said = [usage.get("prompt_tokens"), usage.get("completion_tokens")]
+    counts = [each for each in said if is_int(each) and 0 <= each < MAX_IDS]
+    return sum(counts) if len(counts) == 2 else most
 
 
 def _entries(reply: Any) -> list[dict[str, Any]]:
