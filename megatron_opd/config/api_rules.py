@@ -74,6 +74,12 @@ def _needs(config: ConfigTree, key: str, section: TeacherConfig) -> list[tuple[s
             "which draws no ids of its own; leave it out",
         ),
         (
+            "metrics.leak_every",
+            config.metrics.leak_every if scored else 0,
+            0,
+            "which draws no ids of its own; leave it out",
+        ),
+        (
             "workers.count",
             config.workers.count,
             0,

@@ -29,6 +29,13 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     ),
     ({"scoring": {"temperature": 0.7}}, ["scoring.temperature must be 1.0", "got 0.7"]),
     ({"metrics": {"health_every": 2}}, ["metrics.health_every must be 0", "got 2"]),
+    (
+        {
+            "metrics": {"leak_every": 2},
+            "data": {"train": "t.jsonl", "teacher_prompt_key": "hint"},
+        },
+        ["metrics.leak_every must be 0 with teacher.api sglang", "got 2"],
+    ),
     ({"workers": {"count": 1}}, ["workers.count must be 0 with teacher.api sglang", "got 1"]),
     (
         {"run": {"dir": "d", "deterministic": True, "max_steps": 2}, "schedule": {"type": "sync"}},

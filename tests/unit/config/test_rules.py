@@ -14,6 +14,7 @@ from megatron_opd.config.load import ConfigError, load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.config.site_rules import SITE_RULES
 from megatron_opd.config.source_rules import SOURCE_RULES
+from megatron_opd.config.teacher_rules import TEACHER_RULES
 from tests.support.config_files import MINIMAL
 
 MIXTURE = (
@@ -98,55 +99,6 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["teachers={maths: {model: there}}", "scoring.mixture={maths: 1.0}"],
         ["scoring.mixture", "none for teacher"],
         ["scoring.mixture={maths: 0.5, teacher: 0.5}"],
-    ),
-    (
-        ["objective.type=grpo", "rollout.group_size=2", "data.teacher_prompt_key=hint"],
-        ["data.teacher_prompt_key hint", "grpo", "leave it null"],
-        ["data.teacher_prompt_key=null"],
-    ),
-    (
-        ["data.without_teacher_prompt=skip"],
-        ["without_teacher_prompt needs teacher_prompt_key", "skip", "leave this out"],
-        ["data.teacher_prompt_key=hint"],
-    ),
-    (
-        ["metrics.leak_every=5"],
-        ["metrics.leak_every needs data.teacher_prompt_key", "got 5", "leave this out"],
-        ["data.teacher_prompt_key=hint"],
-    ),
-    (
-        ["metrics.leak_every=5", "data.teacher_prompt_key=hint", "teacher.chat_template=true"],
-        ["metrics.leak_every must be 0 with teacher.", "got 5", "leave one of them out"],
-        ["metrics.leak_every=0"],
-    ),
-    (
-        ["objective.type=grpo", "rollout.group_size=2", "teacher.chat_template=true"],
-        ["teacher.chat_template", "grpo", "True", "leave it null"],
-        ["teacher.chat_template=null"],
-    ),
-    (
-        [
-            "environment={type: guess, history: branch}",
-            "data.chat_template=true",
-            "teacher.system_prompt=Add.",
-        ],
-        ["teacher.system_prompt", "environment.history branch", "Add.", "leave one of them out"],
-        ["environment.history=append"],
-    ),
-    (
-        ["teacher.chat_template=true", "scoring.mixture={teacher: 1.0}"],
-        ["teacher.chat_template must be null with scoring.mixture", "leave one of them out"],
-        ["teacher.chat_template=null"],
-    ),
-    (
-        ["teacher.chat_template=false", "teacher.system_prompt=Add."],
-        ["teacher.system_prompt needs teacher.chat_template", "Add.", "leave it out"],
-        ["teacher.chat_template=true"],
-    ),
-    (
-        ["environment={type: guess}", "data.chat_template=true", "data.teacher_prompt_key=hint"],
-        ["data.teacher_prompt_key", "environment", "hint", "leave one of them out"],
-        ["data.teacher_prompt_key=null"],
     ),
     (
         ["objective.type=grpo", "rollout.group_size=2", "data.teacher_key=who"],
@@ -493,6 +445,7 @@ def test_the_table_covers_every_rule_of_a_run(tmp_path: Path, monkeypatch: pytes
     for overrides, _, _ in RUN_REFUSED:
         assert run_error(tmp_path, overrides) is not None
     own_files = (*SITE_RULES, *SOURCE_RULES, *ENVIRONMENT_RULES, *ALIGNMENT_RULES, *API_RULES)
+    own_files = (*own_files, *TEACHER_RULES)
     elsewhere = {rule.__name__ for rule in own_files}
     assert broken - elsewhere == {rule.__name__ for rule in rules} - elsewhere
 
