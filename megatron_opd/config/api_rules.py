@@ -45,9 +45,10 @@ def _goes_with(config: ConfigTree) -> str | None:
     for key, section in _foreign(config).items():
         for name, found, wanted, why in _needs(config, key, section):
             if found != wanted:
-                said = str(wanted).lower() if isinstance(wanted, bool) else str(wanted)
-                got = str(found).lower() if isinstance(found, bool) else str(found)
-                return f"{name} must be {said} with {key}.api {section.api}, {why}, got {got}"
+                return (
+                    f"{name} must be {_text(wanted)} with {key}.api {section.api}, {why}, got "
+                    f"{_text(found)}"
+                )
     return None
 
 
@@ -80,6 +81,12 @@ def _needs(config: ConfigTree, key: str, section: TeacherConfig) -> list[tuple[s
             "which draws no ids of its own; leave it out",
         ),
         (
+            "scoring.alignment",
+            None if config.scoring.alignment is None or not scored else "an alignment",
+            None,
+            "which does not score the ids of another tokenizer's reading; leave it out",
+        ),
+        (
             "workers.count",
             config.workers.count,
             0,
@@ -92,6 +99,12 @@ def _needs(config: ConfigTree, key: str, section: TeacherConfig) -> list[tuple[s
             "whose servers cannot be told to be; leave it out",
         ),
     ]
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _is_elsewhere(config: ConfigTree) -> str | None:

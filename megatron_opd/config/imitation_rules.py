@@ -34,6 +34,12 @@ def _needs(config: ConfigTree) -> list[tuple[str, Any, Any, str]]:
     return [
         *sources,
         (
+            "scoring.alignment",
+            None if config.scoring.alignment is None else "an alignment",
+            None,
+            "because the ids that a teacher of another tokenizer writes are not the student's",
+        ),
+        (
             "environment",
             None if config.environment is None else config.environment.type,
             None,

@@ -50,7 +50,7 @@ def teacher_readers(config: Config, models: CheckedModels) -> dict[str, TeacherR
     Raises UserError.
     """
     found: dict[str, TeacherReader] = {}
-    if config.environment is None:
+    if config.environment is None or models.tokenizer is None:
         return found
     ends = ending_of(config, models).token_ids
     for name, own in readings_of(config, models).items():

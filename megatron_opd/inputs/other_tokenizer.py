@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEACHER = "teacher"
+MANY = 0.1
+"""Share of the student's tokens: so many more of the teacher's are told of."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,13 @@ class OtherTokenizer:
     @property
     def shared(self) -> tuple[int, int]:
         """Returns how many ids of the student's spell a text, and how many of them have a twin."""
-        spelt = [i for i, each in enumerate(self.reader.ours.of_V) if each is not None]
-        return len(spelt), int((self.reader.twin_V[spelt] >= 0).sum())
+        return _shared(self.reader)
+
+    @property
+    def lacking(self) -> int:
+        """Returns how many tokens of the teacher's the student has none of the same bytes for."""
+        spelt, shared = _shared(self.back)
+        return spelt - shared
 
     def respelt(self, ids: Sequence[int]) -> list[int]:
         """Return a response of the teacher's in the student's tokens, as far as it is text."""
@@ -76,7 +83,13 @@ def other_tokenizer(
     return found
 
 
-def alignment_notes(other: OtherTokenizer) -> list[str]:
+def _shared(reader: Reader) -> tuple[int, int]:
+    """Return how many ids spell a text as their tokenizer writes it, and how many have a twin."""
+    written = reader.ours.by_bytes().values()
+    return len(written), sum(int(reader.twin_V[i] >= 0) for i in written)
+
+
+def alignment_notes(alignment: AlignmentConfig, other: OtherTokenizer) -> list[str]:
     """Return what the user should know about the two tokenizers."""
     spelt, shared = other.shared
     lines = [
@@ -84,6 +97,12 @@ def alignment_notes(other: OtherTokenizer) -> list[str]:
         "are single tokens of teacher.model's too; metrics.jsonl says what share of the sampled "
         "ones has scores (aligned_token_fraction)"
     ]
+    if alignment.unaligned == "drop" and other.lacking > MANY * spelt:
+        lines.append(
+            f"scoring.alignment: {other.lacking} tokens of teacher.model's are none of "
+            "student.model's; where the teacher would write one of them, the token that it begins "
+            "with has a low score, and the student unlearns it: unaligned: chunk does not do that"
+        )
     if other.reader.ours == other.reader.theirs:
         lines.append(
             "scoring.alignment: the ids of student.model and teacher.model mean the same: leave it "

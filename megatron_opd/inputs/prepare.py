@@ -217,8 +217,9 @@ def tokenizer_notes(
     config: Config, models: CheckedModels, other: OtherTokenizer | None
 ) -> list[str]:
     """Return what a user should know about the tokenizers of student and teachers."""
-    if models.tokenizer is None or config.scoring.alignment is not None:
-        return [] if other is None else alignment_notes(other)
+    alignment = config.scoring.alignment
+    if models.tokenizer is None or alignment is not None:
+        return [] if other is None or alignment is None else alignment_notes(alignment, other)
     return end_notes(models.ends, models.tokenizer, config.scoring.guard)
 
 

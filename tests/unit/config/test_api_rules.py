@@ -32,9 +32,13 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
     (
         {
             "metrics": {"leak_every": 2},
-            "data": {"train": "t.jsonl", "teacher_prompt_key": "hint"},
+            "data": {"train": "train.jsonl", "teacher_prompt_key": "hint"},
         },
         ["metrics.leak_every must be 0 with teacher.api sglang", "got 2"],
+    ),
+    (
+        {"scoring": {"alignment": {}}},
+        ["scoring.alignment must be null with teacher.api sglang", "got an alignment"],
     ),
     ({"workers": {"count": 1}}, ["workers.count must be 0 with teacher.api sglang", "got 1"]),
     (

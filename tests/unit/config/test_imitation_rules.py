@@ -25,6 +25,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "data.curriculum must be null",
     ),
     (
+        {"objective": mixture(), "scoring": {"alignment": {}}, "support": {"type": "path"}},
+        "scoring.alignment must be null .*got an alignment",
+    ),
+    (
         {"teacher": {"model": "student", "source": {"type": "student"}}},
         "teacher.source.type must be checkpoint .*got student",
     ),

@@ -14,13 +14,14 @@ from megatron_opd.config.load import ConfigError, load_config
 from megatron_opd.config.schema import Config
 from megatron_opd.config.site_rules import SITE_RULES
 from megatron_opd.config.source_rules import SOURCE_RULES
-from megatron_opd.config.teacher_rules import TEACHER_RULES
 from tests.support.config_files import MINIMAL
+from tests.support.teacher_refusals import TEACHER_REFUSED
 
 MIXTURE = (
     "objective={type: mixture, terms: [{objective: {type: reverse_kl}}, {objective: {type: grpo}}]}"
 )
 RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
+    *TEACHER_REFUSED,
     (
         ["environment={type: user, teacher: large}", "data.chat_template=true"],
         ["environment.teacher must be one of 'teacher'", "got 'large'"],
@@ -83,37 +84,6 @@ RUN_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["buffer.batch_size=4", "learner.parallel={pp: 4, vpp: 2, dp: 2}"],
         ["buffer.batch_size", "learner.parallel.vpp", "pp=4"],
         ["buffer.batch_size=8"],
-    ),
-    (["teacher=null"], ["missing key 'teacher'", "reverse_kl"], ["teacher={model: there}"]),
-    (
-        ["teachers={teacher: {model: there}}", "data.teacher_key=who"],
-        ["teachers", "'teacher'"],
-        ["teachers={other: {model: there}}"],
-    ),
-    (
-        ["teachers={maths: {model: there}}"],
-        ["data.teacher_key", "teachers", "null"],
-        ["data.teacher_key=who"],
-    ),
-    (
-        ["teachers={maths: {model: there}}", "scoring.mixture={maths: 1.0}"],
-        ["scoring.mixture", "none for teacher"],
-        ["scoring.mixture={maths: 0.5, teacher: 0.5}"],
-    ),
-    (
-        ["objective.type=grpo", "rollout.group_size=2", "data.teacher_key=who"],
-        ["data.teacher_key who", "grpo", "leave it null"],
-        ["data.teacher_key=null"],
-    ),
-    (
-        [
-            "objective.type=grpo",
-            "rollout.group_size=2",
-            "data.teacher_key=who",
-            "teachers={maths: {model: there}}",
-        ],
-        ["teachers has no effect", "grpo"],
-        ["teachers={}", "data.teacher_key=null"],
     ),
     (
         ["student.base_port=30000", "teacher.base_port=30000"],
@@ -445,7 +415,6 @@ def test_the_table_covers_every_rule_of_a_run(tmp_path: Path, monkeypatch: pytes
     for overrides, _, _ in RUN_REFUSED:
         assert run_error(tmp_path, overrides) is not None
     own_files = (*SITE_RULES, *SOURCE_RULES, *ENVIRONMENT_RULES, *ALIGNMENT_RULES, *API_RULES)
-    own_files = (*own_files, *TEACHER_RULES)
     elsewhere = {rule.__name__ for rule in own_files}
     assert broken - elsewhere == {rule.__name__ for rule in rules} - elsewhere
 

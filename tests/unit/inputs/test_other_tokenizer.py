@@ -75,7 +75,7 @@ def test_the_teacher_reads_prompts_in_its_own_tokens(tmp_path: Path, both: Path)
         assert other_of(found).decode(prompt.teacher_ids_Q.tolist()).strip() == prompt.text.strip()
     assert [prompt.teacher_ids_Q for prompt in found.probes["teacher"]] == [None] * 8
     spelt, shared = other_of(found).shared
-    (line,) = [line for line in found.notes if line.startswith("scoring.alignment")]
+    line = next(line for line in found.notes if line.startswith("scoring.alignment"))
     assert f"{shared} of {spelt} tokens" in line
     assert not any("end responses differently" in line for line in found.notes)
 
@@ -171,6 +171,14 @@ def test_word_pieces_are_refused():
         made_of(pairs("ab"), fast(made))
 
 
-def test_equal_tokenizers_are_said():
-    assert any("mean the same" in line for line in alignment_notes(made_of(fast(OURS), fast(OURS))))
-    assert len(alignment_notes(made_of(fast(OURS), fast(THEIRS)))) == 1
+def test_what_the_tokenizers_share_is_said():
+    drop, chunk = AlignmentConfig(), AlignmentConfig(unaligned="chunk")
+    same = alignment_notes(drop, made_of(fast(OURS), fast(OURS)))
+    assert any("mean the same" in line for line in same)
+    other = made_of(fast(THEIRS), fast(OURS))
+    bytes_of = {each for each in other.back.ours.of_V if each}
+    lacking = len(bytes_of - set(other.reader.ours.of_V))
+    (_, line) = alignment_notes(drop, other)
+    assert f"{lacking} tokens of teacher.model's are none of student.model's" in line
+    assert len(alignment_notes(chunk, other)) == 1
+    assert len(alignment_notes(drop, made_of(fast(OURS), fast(OURS)))) == 2
