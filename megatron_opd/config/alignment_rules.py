@@ -64,6 +64,12 @@ def _beside_alignment(config: ConfigTree) -> str | None:
             0,
             "whose likeliest ids are none of the student's",
         ),
+        (
+            "metrics.leak_every",
+            config.metrics.leak_every,
+            0,
+            "whose likeliest ids are none of the student's",
+        ),
     ]
     for key, got, must, why in wanted:
         if got != must:

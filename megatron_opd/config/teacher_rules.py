@@ -79,6 +79,11 @@ def _leak(config: ConfigTree) -> str | None:
     every = config.metrics.leak_every
     if every == 0:
         return None
+    if not config.estimator.reads_teacher:
+        return (
+            f"metrics.leak_every must be 0 with objective.type {config.objective.type}, which "
+            f"reads no scores of a teacher, got {every}"
+        )
     if config.data.teacher_prompt_key is None:
         return (
             "metrics.leak_every needs data.teacher_prompt_key, the column whose hints it measures, "

@@ -33,6 +33,15 @@ TEACHER_REFUSED: list[tuple[list[str], list[str], list[str]]] = [
         ["data.teacher_prompt_key=hint"],
     ),
     (
+        [
+            "metrics.leak_every=5",
+            "data.teacher_prompt_key=hint",
+            "objective={type: sft_on_teacher}",
+        ],
+        ["metrics.leak_every must be 0 with objective.type sft_on_teacher", "got 5"],
+        ["metrics.leak_every=0"],
+    ),
+    (
         ["metrics.leak_every=5", "data.teacher_prompt_key=hint", "teacher.chat_template=true"],
         ["metrics.leak_every must be 0 with teacher.", "got 5", "leave one of them out"],
         ["metrics.leak_every=0"],

@@ -86,6 +86,10 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         ["metrics.health_every must be 0 with scoring.alignment", "got 5"],
     ),
     (
+        {"metrics": {"leak_every": 5}, "data": {"train": "t.jsonl", "teacher_prompt_key": "hint"}},
+        ["metrics.leak_every must be 0 with scoring.alignment", "got 5"],
+    ),
+    (
         {"support": {"type": "teacher_topk"}, "objective": {"type": "forward_kl"}},
         ["support.type must be one of the student's", "got teacher_topk", "use mc or topk"],
     ),
