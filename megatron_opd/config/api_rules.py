@@ -55,6 +55,7 @@ def _goes_with(config: ConfigTree) -> str | None:
 def _needs(config: ConfigTree, key: str, section: TeacherConfig) -> list[tuple[str, Any, Any, str]]:
     """Return (key, value, what it must be, why and what to do)."""
     scored = config.estimator.reads_teacher
+    plays_user = config.user_teacher is not None and key_of_teacher(config.user_teacher) == key
     return [
         (
             f"{key}.source.type",
@@ -91,6 +92,18 @@ def _needs(config: ConfigTree, key: str, section: TeacherConfig) -> list[tuple[s
             config.workers.count,
             0,
             "whose replies only the controller reads; leave it out",
+        ),
+        (
+            "sites.members",
+            ", ".join(sorted(config.sites.members)) or "empty",
+            "empty",
+            "which far sites do not ask; leave it out",
+        ),
+        (
+            "environment.teacher",
+            "this teacher" if plays_user else "another one",
+            "another one",
+            "which plays no user; serve the plugin, or name another teacher",
         ),
         (
             "run.deterministic",

@@ -40,6 +40,18 @@ REFUSED: list[tuple[dict[str, Any], list[str]]] = [
         {"scoring": {"alignment": {}}},
         ["scoring.alignment must be null with teacher.api sglang", "got an alignment"],
     ),
+    (
+        {
+            "sites": {"members": {"far": {}}},
+            "weight_sync": {"type": "disk", "directory": "/weights"},
+            "evaluation": {"problems": 0},
+        },
+        ["sites.members must be empty with teacher.api sglang", "got far"],
+    ),
+    (
+        {"environment": {"type": "user"}, "data": {"train": "t.jsonl", "chat_template": True}},
+        ["environment.teacher must be another one with teacher.api sglang", "got this teacher"],
+    ),
     ({"workers": {"count": 1}}, ["workers.count must be 0 with teacher.api sglang", "got 1"]),
     (
         {"run": {"dir": "d", "deterministic": True, "max_steps": 2}, "schedule": {"type": "sync"}},
