@@ -145,7 +145,6 @@ def _micro_cache(batch: RankBatch, sequences: Sequence[int], device: torch.devic
         sample_T=sent(host.sample_T, device),
         host=host,
     )
-    written_T = host.imitation_weight_B[host.sample_T] > 0  # by the teacher: no sampler's log-probs
-    fresh_T = sent((batch.version_T[t_index] == batch.version) & ~written_T, device)
+    fresh_T = sent((batch.version_T[t_index] == batch.version) & ~host.imitated_T, device)
     id_N = sent(batch.ids_N[n_index].astype(np.int64), device)
     return MicroCache(id_N, fresh_T, draws)

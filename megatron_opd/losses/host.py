@@ -55,6 +55,11 @@ class HostColumns:
             share_B=columns["share_B"],
         )
 
+    @property
+    def imitated_T(self) -> Bools:
+        """Returns which tokens the teacher wrote: they have no sampler's log-prob."""
+        return self.imitation_weight_B[self.sample_T] > 0
+
     def part(self, kept_B: Bools) -> tuple[dict[str, Index], HostColumns]:
         """Return the places of these responses by axis (B, T, N), and their own columns."""
         kept_T = kept_B[self.sample_T]
