@@ -20,6 +20,14 @@ def shown(value: object, most: int = MOST) -> str:
     return written if len(written) <= most else written[: most - 3] + "..."
 
 
+def described(error: BaseException) -> str:
+    """Return an exception on one line, even if it cannot be printed."""
+    try:
+        return f"{type(error).__name__}: {line(error)}"
+    except Exception:  # noqa: BLE001  an exception of a user's own may raise when it is printed
+        return type(error).__name__
+
+
 def listed(names: Iterable[object]) -> str:
     """Return the first few names, for people."""
     return ", ".join(shown(name, 40) for name in sorted(map(str, names))[:8]) or "none"

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from megatron_opd.config.wording import described
 from megatron_opd.data.chats import Chat
 from megatron_opd.environments.calls import Reply
 from megatron_opd.environments.failed import EnvironmentFailed
@@ -24,7 +25,6 @@ from megatron_opd.environments.protocol import (
 from megatron_opd.environments.words import (
     Answered,
     bad_reply,
-    described,
     read_answer,
     read_beginning,
     read_declared,

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_opd.config.wording import line, shown
+from megatron_opd.config.wording import described, line, shown
 from megatron_opd.data.calls import read_tools
 from megatron_opd.data.chats import ASSISTANT, TOOL, USER, Chat, RowChat
 from megatron_opd.data.faults import Unusable
@@ -71,14 +71,6 @@ def read_declared(tools: Any, most_bytes: int) -> Sequence[Mapping[str, Any]]:
 def bad_reply(what: str) -> EnvironmentFailed:
     """Return the failure of an environment that says what it may not."""
     return EnvironmentFailed(ENVIRONMENT_BAD_REPLY, line(what))
-
-
-def described(error: BaseException) -> str:
-    """Return an error in words, whatever its own are."""
-    try:
-        return f"{type(error).__name__}: {line(error)}"
-    except Exception:  # noqa: BLE001  an exception of a user's own may raise when it is printed
-        return type(error).__name__
 
 
 @contextmanager

@@ -184,10 +184,11 @@ def further_notes(
 def read_models(config: Config, *, teachers: bool = True) -> RunModels:
     """Read every role's model. Raises UserError."""
     roles = teacher_roles(config) if teachers else {}
+    by = answering(config)
     return RunModels(
         cut_vocabulary(config, read_model(config.student.model, "student.model")),
         {role: read_teacher(config, role) for role in roles.values()},
-        frozenset(role for name, role in roles.items() if answering(config)[name] == STUDENT),
+        frozenset(role for name, role in roles.items() if by[name] == STUDENT),
     )
 
 

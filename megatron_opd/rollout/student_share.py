@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeVar
+from typing import TypeVar
+
+from megatron_opd.rollout.scorer import ChangingWeights
 
 Answer = TypeVar("Answer")
 
@@ -16,14 +18,6 @@ LOOK_AGAIN_S = 0.1
 """Longest time until it is seen that nothing is left to sample."""
 SAVED_S = 1.0
 """Most seconds of scoring that time without scores earns."""
-
-
-class OneVersion(Protocol):
-    """Names the method of weight_sync.live.LiveVersion that is paced."""
-
-    async def of_one_version(self, ask: Callable[[], Awaitable[Answer]]) -> tuple[Answer, int]:
-        """Return an answer of the servers, and the version that gave all of it."""
-        ...
 
 
 class StudentShare:
@@ -35,7 +29,7 @@ class StudentShare:
         in_flight: returns the requests that the servers have, scores included.
     """
 
-    def __init__(self, live: OneVersion, share: float, in_flight: Callable[[], int]) -> None:
+    def __init__(self, live: ChangingWeights, share: float, in_flight: Callable[[], int]) -> None:
         self._live, self._share, self._in_flight = live, share, in_flight
         self._scoring = 0
         self._saved_s = 0.0  # seconds of scoring that may begin; below 0, those that are owed

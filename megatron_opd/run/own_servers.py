@@ -6,7 +6,14 @@ import uuid
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from megatron_opd.config.roles import STUDENT, Role, followers, student_share, teacher_roles
+from megatron_opd.config.roles import (
+    STUDENT,
+    Role,
+    answering,
+    followers,
+    student_share,
+    teacher_roles,
+)
 from megatron_opd.config.sources import TeacherSource
 from megatron_opd.controller.in_flight import Rollouts
 from megatron_opd.controller.ports import Engines, Guard
@@ -127,7 +134,7 @@ class OwnServers:
             prepared.ending.token_ids,
             prepared.ends[STUDENT].written,
         )
-        teachers = {name: self._fleets[role] for name, role in teacher_roles(self._config).items()}
+        teachers = {name: self._fleets[role] for name, role in answering(self._config).items()}
 
         def version() -> int:
             return max((each.version or 0 for each in students.servers()), default=0)

@@ -53,9 +53,10 @@ from megatron_opd.sites.messages import (
 )
 from megatron_opd.sites.ports import SiteLinks
 from megatron_opd.sites.settings import DispatchSettings, HubSettings
-from megatron_opd.sites.tasks import FirstFailure, run_until_first_ends
+from megatron_opd.sites.tasks import FirstFailure
 from megatron_opd.sites.version_server import VersionServer
 from megatron_opd.transport.samples import Frames
+from megatron_opd.weight_sync.loops import run_until_first_ends
 from megatron_opd.wire.codec import BadMessage
 from megatron_opd.wire.link.counts import LinkCounts
 from megatron_opd.wire.link.events import Broken, Mended, Received, Restarted

@@ -43,7 +43,7 @@ from megatron_opd.sites.site_ready import (
     wait_for_keys,
 )
 from megatron_opd.sites.site_weights import SiteWeights
-from megatron_opd.sites.tasks import run_until_first_ends
+from megatron_opd.weight_sync.loops import run_until_first_ends
 from megatron_opd.wire.link.ends import LinkClient
 from megatron_opd.wire.link.events import LinkRefused
 from sglang_bridge import open_files

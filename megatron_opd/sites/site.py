@@ -36,8 +36,8 @@ from megatron_opd.sites.outbox import SiteOutbox
 from megatron_opd.sites.ports import SiteLink
 from megatron_opd.sites.sampling import SiteSampling
 from megatron_opd.sites.site_weights import SiteWeights
-from megatron_opd.sites.tasks import run_until_first_ends
 from megatron_opd.transport.samples import Frames
+from megatron_opd.weight_sync.loops import run_until_first_ends
 from megatron_opd.wire.codec import BadMessage
 from megatron_opd.wire.link.events import Broken, Mended, Received, Restarted
 from sglang_bridge.errors import one_line

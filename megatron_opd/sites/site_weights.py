@@ -23,7 +23,8 @@ from megatron_opd.sites.mirror import Mirror
 from megatron_opd.sites.mirror_part import MirrorPart
 from megatron_opd.sites.ports import SiteLink
 from megatron_opd.sites.pulls import Pulls
-from megatron_opd.sites.tasks import FirstFailure, run_until_first_ends
+from megatron_opd.sites.tasks import FirstFailure
+from megatron_opd.weight_sync.loops import run_until_first_ends
 from megatron_opd.weight_sync.session import WeightSync
 from sglang_bridge.fleet import Fleet
 from sglang_bridge.weights.manifest import VERSION

@@ -11,7 +11,7 @@ place. Retries, lost servers and verification are the session's (session.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_opd.config.roles import STUDENT, Role, section_of
@@ -19,6 +19,7 @@ from megatron_opd.config.schema import Config
 from megatron_opd.config.sources import TeacherSource
 from megatron_opd.metrics.types import WeightSyncReport
 from megatron_opd.records.types import LearnerTurn
+from megatron_opd.weight_sync.loops import run_until_first_ends
 from megatron_opd.weight_sync.session import WeightSync
 
 
@@ -98,7 +99,7 @@ class FollowedSync:
 
     async def serve_on(self, current: Callable[[], int | None], learner: asyncio.Lock) -> None:
         """Let servers of each role serve on; see WeightSync.serve_on."""
-        await _all_of(
+        await run_until_first_ends(
             self._student.serve_on(current, learner),
             *(teacher.serve_on(current, learner) for teacher in self._teachers.values()),
         )
@@ -117,16 +118,3 @@ class FollowedSync:
         """Release what the servers hold of the transports."""
         for each in self._all:
             await each.close()
-
-
-async def _all_of(*loops: Awaitable[None]) -> None:
-    """Run loops that never end by themselves; the first failure ends all of them and is raised."""
-    tasks = [asyncio.ensure_future(loop) for loop in loops]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
-        for task in done:
-            task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 from megatron_opd.config.import_path import load_object
-from megatron_opd.config.wording import line
+from megatron_opd.config.wording import described, line
 from megatron_opd.data.verifiers.messages import (
     Ask,
     FailedReply,
@@ -66,14 +66,6 @@ def judged(verifiers: Verifiers, ask: Ask) -> Reply:
         )
     except BaseException as error:  # noqa: BLE001  a verifier may raise SystemExit too
         return FailedReply(VERIFIER_FAILED, described(error))
-
-
-def described(error: BaseException) -> str:
-    """Return an exception on one line, even if it cannot be printed."""
-    try:
-        return f"{type(error).__name__}: {line(error)}"
-    except Exception:  # noqa: BLE001  an exception of a user's own may raise when it is printed
-        return type(error).__name__
 
 
 def main(descriptor: int, parent: int) -> None:
